@@ -1,0 +1,314 @@
+"""Starts the workers of a run, listens to them, and ends them: all of them, whatever happens.
+
+    def work(communicator, base):
+        return communicator.all_reduce(torch.full((3,), base + communicator.rank)).tolist()
+
+    launch(work, 4, 1.0)     # [[10.0, 10.0, 10.0]] * 4
+
+A run ends in one of three ways. Every worker returns a result: they are returned, by rank. A worker raises, dies, ends
+without a result, or gives no sign of life for `deadline_s`: all are killed and `WorkerFailure` says which one it was,
+what it was doing and who waited for whom. The launcher itself is interrupted or killed: the workers are gone at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.connection
+import multiprocessing.forkserver
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+from torch import Tensor
+
+from torch_parallel import fork_server, worker
+from torch_parallel.devices import threads_per_worker
+from torch_parallel.mailbox import Inbox, mailbox
+from torch_parallel.status import StatusBoard
+from torch_parallel.transport.shared_memory import Wiring
+
+TICK_S = 0.1
+"""How often the launcher looks around when nobody sends anything."""
+GRACE_S = 5.0
+"""A silent rank is left to its peers, who know what they waited for; only after this much more the launcher speaks."""
+KILL_LIMIT_S = 10.0
+LAST_WORDS_S = 0.5
+"""After a first error, the time that the other ranks have to say what they saw."""
+
+
+class WorkerFailure(RuntimeError):
+    """A worker raised, died, or fell silent. The message says which, what it was doing, and who waited for whom."""
+
+    def __init__(self, message: str, rank: int | None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class NotPicklable(ValueError):
+    """The worker function or an argument cannot be sent to another process."""
+
+
+def launch(
+    worker_function: Callable[..., Any],
+    n: int,
+    *arguments: Any,
+    server_count: int = 0,
+    threads: int | None = None,
+    deadline_s: float = 300.0,
+    device: str = "cpu",
+    shared: dict[str, Tensor] | None = None,
+    on_message: Callable[[int, Any], None] | None = None,
+    on_tick: Callable[[StatusBoard], None] | None = None,
+    signal_pipes: bool | None = None,
+) -> list[Any]:
+    """Runs `worker_function(communicator, *arguments)` in `n` processes and returns their results, by rank.
+
+    The function may come from anywhere, a notebook's cell included: what cannot be imported is sent by value. `shared`
+    tensors are put once into memory that all workers map (`communicator.shared`). `threads` a worker: see
+    `threads_per_worker`. `on_message(rank, message)` gets what workers `report`; `on_tick(board)` is called about ten
+    times a second. `signal_pipes` overrides how ranks signal (see `transport/signals.py`).
+
+    Raises ValueError for n < 1, NotPicklable, and WorkerFailure. `deadline_s` bounds every wait of a worker, and how
+    long a worker may go without communicating or reporting.
+    """
+    if n < 1:
+        raise ValueError(f"n = {n}: at least one process is needed")
+    run = _Run(n, deadline_s, on_message, on_tick, signal_pipes)
+    try:
+        run.start(
+            _pickled(worker_function, arguments),
+            {
+                "server_count": server_count,
+                "threads": threads or threads_per_worker(n),
+                "deadline_s": deadline_s,
+                "device": device,
+                "shared": run.store(shared or {}),
+            },
+        )
+        return run.results()
+    finally:
+        with _uninterrupted():
+            run.end()
+
+
+def _pickled(worker_function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+    for what, thing in [("worker function", worker_function), *(("argument", argument) for argument in arguments)]:
+        try:
+            cloudpickle.dumps(thing)
+        except Exception as error:
+            name = getattr(thing, "__name__", None) or repr(thing)[:80]
+            raise NotPicklable(
+                f"the {what} {name} cannot be sent to worker processes ({error}): define what it uses at the top "
+                "level of a module, and create locks, files and generators inside the worker function"
+            ) from error
+    return bytes(cloudpickle.dumps((worker_function, arguments)))
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A second Ctrl-C must not stop the cleaning up after the first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class _Process:
+    """A started worker, as the launcher sees it."""
+
+    def __init__(self, rank: int, process: Any, inbox: Inbox) -> None:
+        self.rank = rank
+        self.process = process
+        self.inbox = inbox
+        self.error: tuple[str, str] | None = None
+        self.result: Any = None
+        self.finished = False
+        # A pidfd names this very process even after its number is used again, and does not depend on the fork server.
+        self.pidfd: int | None = None
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):
+                self.pidfd = os.pidfd_open(process.pid)
+
+    def gone(self, timeout_s: float = 0.0) -> bool:
+        """Whether the process has ended, waiting for it up to `timeout_s`."""
+        handle = self.pidfd if self.pidfd is not None else self.process.sentinel
+        return bool(multiprocessing.connection.wait([handle], timeout_s))
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self.pidfd is not None:
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            else:
+                self.process.kill()
+
+    def close(self) -> None:
+        self.inbox.close()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+
+    def is_stopped(self) -> bool:
+        """Whether somebody sent it SIGSTOP (Linux)."""
+        try:
+            with open(f"/proc/{self.process.pid}/stat") as file:
+                return file.read().rpartition(")")[2].split()[0] in "Tt"
+        except (OSError, IndexError):
+            return False
+
+    def how_it_ended(self) -> str:
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            hint = ": probably too little shared memory" if name == "SIGBUS" else ""
+            hint = ": probably too little memory, if nobody sent it" if name == "SIGKILL" else hint
+            return f"was killed by signal {-code} ({name}){hint}"
+        return f"ended with exit code {code} before it returned a result"
+
+
+class _Run:
+    """The processes of one `launch`."""
+
+    def __init__(
+        self,
+        n: int,
+        deadline_s: float,
+        on_message: Callable[[int, Any], None] | None,
+        on_tick: Callable[[StatusBoard], None] | None,
+        signal_pipes: bool | None,
+    ) -> None:
+        self.n = n
+        self.deadline_s = deadline_s
+        self.on_message = on_message
+        self.on_tick = on_tick
+        self.wiring = Wiring.create(n, signal_pipes)
+        self.board = self.wiring.status_board()
+        self.processes: list[_Process] = []
+
+    def store(self, shared: dict[str, Tensor]) -> dict[str, tuple[int, tuple[int, ...], Any]]:
+        return {
+            name: (self.wiring.arena.store(tensor), tuple(tensor.shape), tensor.dtype)
+            for name, tensor in shared.items()
+        }
+
+    def start(self, call: bytes, settings: dict[str, Any]) -> None:
+        context = fork_server.context()
+        for rank in range(self.n):
+            self.board.reporter(rank)  # its first sign of life
+        for rank in range(self.n):
+            inbox, outbox = mailbox()
+            try:
+                assignment = worker.Assignment(rank=rank, wiring=self.wiring, outbox=outbox, call=call, **settings)
+                process = context.Process(  # type: ignore[attr-defined]
+                    target=worker.main, args=(assignment,), name=f"torch_parallel rank {rank}", daemon=True
+                )
+                process.start()
+            finally:
+                os.close(outbox.fd)
+            self.processes.append(_Process(rank, process, inbox))
+
+    def results(self) -> list[Any]:
+        """Listens until every worker has returned. Raises WorkerFailure."""
+        while not all(process.finished for process in self.processes):
+            waiting = [process for process in self.processes if not process.finished]
+            handles = [handle for process in waiting for handle in (process.inbox.fd, process.process.sentinel)]
+            multiprocessing.connection.wait(handles, TICK_S)
+            self._listen(waiting)
+            self._check(waiting)
+            if self.on_tick is not None:
+                self.on_tick(self.board)
+        return [process.result for process in self.processes]
+
+    def _listen(self, waiting: list[_Process]) -> None:
+        for process in waiting:
+            for kind, content in process.inbox.receive():
+                if kind == "message":
+                    if self.on_message is not None:
+                        self.on_message(process.rank, content)
+                elif kind == "error":
+                    process.error = content
+                else:
+                    process.result = pickle.loads(content)
+                    process.finished = True
+
+    def _check(self, waiting: list[_Process]) -> None:
+        ended = [process for process in waiting if multiprocessing.connection.wait([process.process.sentinel], 0)]
+        if ended:
+            self._listen(ended)  # what it sent last may have come between the two looks
+        failed = next((process for process in waiting if process.error is not None), None)
+        if failed is not None:
+            self._gather_last_words()
+            raise self._failure(failed, f"rank {failed.rank} failed: {failed.error[0]}")  # type: ignore[index]
+        for process in ended:
+            if not process.finished and not process.gone(0.2):
+                raise self._failure(process, "the fork server, from which the workers were started, died")
+            if not process.finished:
+                raise self._failure(process, f"rank {process.rank} {process.how_it_ended()}")
+        for process in waiting:
+            silent_s = self.board.read(process.rank).silent_s
+            if not process.finished and silent_s > self.deadline_s + GRACE_S:
+                raise self._failure(process, f"rank {process.rank} gave no sign of life for {silent_s:.0f} s")
+
+    def _gather_last_words(self) -> None:
+        end = time.monotonic() + LAST_WORDS_S
+        while (left_s := end - time.monotonic()) > 0:
+            open_inboxes = [process.inbox.fd for process in self.processes if not process.gone()]
+            if not open_inboxes:
+                break
+            multiprocessing.connection.wait(open_inboxes, min(left_s, TICK_S))
+            self._listen(self.processes)
+
+    def _failure(self, culprit: _Process, headline: str) -> WorkerFailure:
+        """The whole story: the traceback, what each rank was doing, and which processes are stopped."""
+        lines = [headline]
+        for process in self.processes:
+            stopped = " (its process is stopped)" if process.is_stopped() else ""
+            lines.append(f"  {self.board.read(process.rank)}{stopped}")
+            if process.error is not None and process is not culprit:
+                lines.append(f"    it said: {process.error[0]}")
+        if culprit.error is not None:
+            lines += ["", culprit.error[1].rstrip()]
+        return WorkerFailure("\n".join(lines), culprit.rank)
+
+    def end(self) -> None:
+        """Kills what still runs and gives everything back. Workers that returned are about to end by themselves."""
+        for process in self.processes:
+            if not process.finished:
+                process.kill()
+        deadline = time.monotonic() + KILL_LIMIT_S
+        for process in self.processes:
+            if not process.gone(1.0):
+                process.kill()
+                process.gone(max(0.0, deadline - time.monotonic()))
+        self._reap()
+        for process in self.processes:
+            process.close()
+        self.wiring.close()
+
+    def _reap(self) -> None:
+        """Takes the exit codes from the fork server; one that does not answer is of no use to anybody and is ended."""
+        sentinels = [process.process.sentinel for process in self.processes]
+        deadline = time.monotonic() + 2.0
+        while len(multiprocessing.connection.wait(sentinels, 0)) < len(sentinels):
+            if time.monotonic() > deadline:
+                _kill_fork_server()
+                break
+            time.sleep(0.002)
+        for process in self.processes:
+            process.process.join(1.0)
+
+
+def _kill_fork_server() -> None:
+    pid = getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
+    if pid is not None and sys.platform == "linux":
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

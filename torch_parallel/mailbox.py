@@ -1,0 +1,72 @@
+"""Messages from a worker to the launcher: whole or not at all, and never a wait for a worker that stops half-way."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+_LENGTH = struct.Struct("<Q")
+
+
+class Outbox:
+    """The worker's end. `send` blocks while the pipe is full; the launcher reads all the time."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def send(self, kind: str, content: Any) -> None:
+        """Raises whatever `pickle` raises for content that cannot be sent; then nothing has been written."""
+        body = pickle.dumps((kind, content), protocol=pickle.HIGHEST_PROTOCOL)
+        unsent = memoryview(_LENGTH.pack(len(body)) + body)
+        while unsent:
+            unsent = unsent[os.write(self.fd, unsent) :]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _arrive, (DupFd(self.fd),)
+
+
+def _arrive(fd: object) -> Outbox:
+    return Outbox(fd.detach())  # type: ignore[attr-defined]
+
+
+class Inbox:
+    """The launcher's end: takes what is there and returns the messages that are complete."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._received = bytearray()
+        os.set_blocking(fd, False)
+
+    def receive(self) -> list[tuple[str, Any]]:
+        """All messages that have arrived whole since the last call; never waits."""
+        self._fill()
+        messages = []
+        while len(self._received) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
+            if len(self._received) < end:
+                break
+            messages.append(pickle.loads(self._received[_LENGTH.size : end]))
+            del self._received[:end]
+        return messages
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def _fill(self) -> None:
+        while True:
+            try:
+                piece = os.read(self.fd, 1 << 20)
+            except BlockingIOError:
+                return
+            if not piece:
+                return
+            self._received += piece
+
+
+def mailbox() -> tuple[Inbox, Outbox]:
+    """Both ends of a new one."""
+    read_fd, write_fd = os.pipe()
+    return Inbox(read_fd), Outbox(write_fd)

@@ -1,0 +1,158 @@
+"""What a run leaves behind: a folder with manifest.json (what ran, where, how it ended) and runs.csv (the figures).
+
+runs.csv has one row for each epoch and rank, all strategies alike, so that any number of runs can be put one under the
+other and compared. It grows while the run goes on: an interrupted run keeps the epochs that it finished.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+COLUMNS = (
+    "run_id",
+    "experiment",
+    "kind",  # measured, emulated or simulated
+    "strategy",
+    "options",  # the strategy's own, as JSON
+    "model",
+    "dataset",
+    "train_size",
+    "n",
+    "nodes",
+    "batch_size",  # global
+    "seed",
+    "device",
+    "dtype",
+    "optimizer",
+    "lr",
+    "threads",
+    "epoch",
+    "steps",
+    "train_loss",
+    "test_loss",
+    "test_accuracy",
+    "train_s",
+    "samples_per_s",
+    "rank",
+    "role",  # worker or server
+    "compute_s",
+    "exchange_s",
+    "wait_s",
+    "update_s",
+    "waited_for_s",  # seconds by peer, as JSON
+    "received_bytes",  # bytes by peer, as JSON
+)
+
+
+class ResultsError(Exception):
+    """The results folder cannot be written to. One line."""
+
+
+class RunFolder:
+    """The folder of one run, made at once, so that a run whose results could not be kept never starts.
+
+    Raises ResultsError where it cannot be made.
+    """
+
+    def __init__(self, results_dir: str, name: str) -> None:
+        started = datetime.datetime.now().astimezone()
+        self.path = _new_folder(Path(results_dir), f"{started:%Y-%m-%d_%H%M%S}_{name}")
+        self._manifest: dict[str, Any] = {"run_id": self.run_id, "started": started.isoformat(timespec="seconds")}
+
+    @property
+    def run_id(self) -> str:
+        return self.path.name
+
+    def write_manifest(self, **entries: Any) -> None:
+        """Adds entries and writes manifest.json anew, by way of a temporary name."""
+        self._manifest.update(entries)
+        temporary = self.path / "manifest.json.tmp"
+        temporary.write_text(json.dumps(self._manifest, indent=2) + "\n")
+        os.replace(temporary, self.path / "manifest.json")
+
+    def append_rows(self, rows: list[dict[str, Any]]) -> None:
+        """Adds rows with the names of COLUMNS to runs.csv."""
+        file_path = self.path / "runs.csv"
+        is_new = not file_path.exists()
+        with open(file_path, "a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, restval="")
+            if is_new:
+                writer.writeheader()
+            writer.writerows([{"run_id": self.run_id, **row} for row in rows])
+
+
+def _new_folder(results_dir: Path, name: str) -> Path:
+    """A folder that nobody else has, even if two runs of one name start in the same second."""
+    attempt = 1
+    while True:
+        path = results_dir / (name if attempt == 1 else f"{name}_{attempt}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            if not results_dir.is_dir():
+                raise ResultsError(f"--results_dir {results_dir}: it is a file, not a folder") from None
+            attempt += 1
+        except OSError as error:
+            raise ResultsError(
+                f"--results_dir {results_dir}: cannot make a folder there ({error.strerror}); "
+                "name one that can be written to"
+            ) from error
+
+
+def environment() -> dict[str, Any]:
+    """What a reader must know to repeat a run: command, commit, machine, cards, versions."""
+    import numpy
+    import torch
+
+    cards = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "commit": _commit(),
+        "machine": {
+            "system": f"{platform.system()} {platform.release()}",
+            "processor": _processor(),
+            "processors": os.cpu_count(),
+            "memory_bytes": _memory_bytes(),
+        },
+        "cards": cards,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": numpy.__version__,
+        },
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the code that runs, with "+changes" where files differ from it; None outside a repository."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + ("+changes" if changed.stdout.strip() else "")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None

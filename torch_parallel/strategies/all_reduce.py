@@ -1,0 +1,30 @@
+"""Every worker holds everything: gradients are summed by an all-reduce, and all make the same update.
+
+The sum has the same bits on every rank, so the parameters stay equal to the bit without ever being sent.
+"""
+
+from __future__ import annotations
+
+from torch_parallel.collectives import RING_ALL_REDUCE, Collective
+from torch_parallel.gradients.buckets import Bucket
+from torch_parallel.strategies.base import Strategy
+
+
+class AllReduce(Strategy):
+    """Synchronous data-parallel training over one all-reduce algorithm."""
+
+    collective: Collective
+
+    def reduce(self, bucket: Bucket) -> None:
+        with self._exchanging():
+            bucket.publish()
+            self.transport.perform(self.collective, bucket.shared, f"gradients of bucket {bucket.index}")
+
+    def update(self, bucket: Bucket, scale: float = 1.0) -> None:
+        self._optimize(bucket, scale)
+
+
+class RingAllReduce(AllReduce):
+    """The ring of `collectives/ring.py`: 2(P-1) messages a bucket and rank, 2(P-1)/P of its bytes."""
+
+    collective = RING_ALL_REDUCE

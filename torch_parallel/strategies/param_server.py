@@ -1,0 +1,75 @@
+"""One rank serves, the others train: the synchronous parameter server.
+
+  worker 1 --gradients-->          --parameters--> worker 1
+  worker 2 --gradients--> server   --parameters--> worker 2
+  worker 3 --gradients-->          --parameters--> worker 3
+
+Rank 0 keeps the parameters and the optimizer and never sees a sample. In each step the workers push their gradients,
+the server adds them in rank order and makes one update, and the workers pull the new parameters. Workers hold no
+optimizer state. All bytes cross the server's link: (P-1) S in each direction (Li et al., "Scaling distributed machine
+learning with the parameter server", 2014).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_parallel.collectives import broadcast_from, reduce_to
+from torch_parallel.gradients.buckets import Bucket, views_of
+from torch_parallel.strategies.base import Strategy
+from torch_parallel.transport.base import SharedBuffer
+
+PUSH = reduce_to(0, root_contributes=False)
+PULL = broadcast_from(0)
+
+
+class ParamServer(Strategy):
+    """The synchronous parameter server: see the module's docstring. Needs at least two ranks."""
+
+    server_count = 1
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.parameters = [self._share_parameters(bucket) for bucket in self.buckets]
+
+    @property
+    def updates_here(self) -> bool:
+        return self.communicator.is_server
+
+    def reduce(self, bucket: Bucket) -> None:
+        with self._exchanging():
+            bucket.publish()
+            self.transport.perform(PUSH, bucket.shared, f"gradients of bucket {bucket.index}")
+
+    def update(self, bucket: Bucket, scale: float = 1.0) -> None:
+        if self.updates_here:
+            # Nobody reads the old parameters any more: `begin_step` settled that, and every bucket has its own buffer.
+            self._optimize(bucket, scale)
+        with self._exchanging():
+            self._pull(bucket)
+
+    def _pull(self, bucket: Bucket) -> None:
+        """On the CPU the parameters themselves lie in the shared buffer; on a GPU they are copied to and from it."""
+        shared = self.parameters[bucket.index]
+        values = list(views_of(shared.local, bucket.parameters))
+        in_place = bucket.flat is bucket.shared.local
+        if not in_place and self.updates_here:
+            _copy_all(values, [parameter.detach() for _, parameter in bucket.parameters])
+        self.transport.perform(PULL, shared, f"parameters of bucket {bucket.index}")
+        if not in_place and not self.updates_here:
+            _copy_all([parameter.detach() for _, parameter in bucket.parameters], values)
+
+    def _share_parameters(self, bucket: Bucket) -> SharedBuffer:
+        shared = self.transport.share(bucket.numel, bucket.flat.dtype)
+        if bucket.flat is bucket.shared.local:
+            for (_, parameter), view in zip(bucket.parameters, views_of(shared.local, bucket.parameters), strict=True):
+                view.copy_(parameter.detach())
+                parameter.data = view
+        return shared
+
+
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)

@@ -1,0 +1,143 @@
+"""One flat, frozen description of a run. Its fields are the command line's flags, and their choices are the registries,
+so nothing can be asked for that is not there."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NoReturn, get_type_hints
+
+from torch_parallel.strategies import STRATEGIES
+from torch_parallel.training.optimizers import DEFAULT_LR, OPTIMIZERS
+from torch_parallel.workloads import DATASETS, MODELS
+
+DTYPES = ("float32", "float64")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+class ConfigError(ValueError):
+    """A run that cannot be: one line that names the flag, the value, and what would do."""
+
+
+def flag(default: Any, help: str, choices: Sequence[str] | None = None) -> Any:
+    """A field of RunConfig that is a flag of the command line too."""
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What to train, how, and on how many processes. Raises ConfigError for values that make no sense."""
+
+    strategy: str = flag("ring_all_reduce", "how workers come to hold the next parameters", tuple(STRATEGIES))
+    n_gpus: int | None = flag(
+        None,
+        "processes, one a GPU, or CPU processes where there is no GPU; with param_server the first one is the server "
+        "and trains nothing (default: all GPUs and at least 2)",
+    )
+    batch_size: int = flag(64, "samples of one optimizer step over all workers together (the global batch)")
+    epochs: int = flag(3, "passes over the training data")
+    lr: float | None = flag(
+        None,
+        "learning rate (default: "
+        + ", ".join(f"{rate} for {name}" for name, rate in DEFAULT_LR.items())
+        + "); it belongs to the global batch and does not change with the number of workers",
+    )
+    momentum: float = flag(0.9, "momentum, for sgd")
+    weight_decay: float = flag(0.0, "weight decay")
+    optimizer: str = flag("sgd", "optimizer", tuple(OPTIMIZERS))
+    model: str = flag("cnn", "model", tuple(MODELS))
+    dataset: str | None = flag(
+        None, "data set (default: mnist where it is found or can be downloaded, else digits)", tuple(DATASETS)
+    )
+    data_dir: str | None = flag(
+        None, "folder with the data; then the folder named by TORCH_PARALLEL_DATA, then ./data, are looked into"
+    )
+    train_size: int | None = flag(None, "train on a seeded random subset of this many samples (default: all)")
+    seed: int = flag(0, "seed of initial weights, sample order, subset and dropout")
+    device: str = flag("auto", "where workers train; auto takes the GPUs where there are any", DEVICES)
+    dtype: str = flag("float32", "type of parameters and gradients", DTYPES)
+    bucket_mb: float = flag(25.0, "MiB of gradients that are exchanged together")
+    results_dir: str = flag("results/runs", "folder in which the run makes a folder for its manifest.json and runs.csv")
+    deadline_s: float = flag(300.0, "seconds after which a wait for a silent rank ends the run")
+
+    def __post_init__(self) -> None:
+        for name in ("strategy", "optimizer", "model", "dataset", "device", "dtype"):
+            self._check_choice(name)
+        servers = STRATEGIES[self.strategy].server_count
+        if self.n_gpus is not None:
+            self._check("n_gpus", self.n_gpus >= 1, "at least 1 process is needed")
+            self._check(
+                "n_gpus",
+                self.n_gpus > servers,
+                f"{self.strategy} needs at least {servers + 1}: rank 0 is the server, the others train",
+            )
+        self._check("batch_size", self.batch_size >= 1, "a step needs at least 1 sample")
+        self._check("epochs", self.epochs >= 1, "at least 1 epoch is needed")
+        self._check("lr", self.lr is None or (math.isfinite(self.lr) and self.lr >= 0), "it must be finite and not < 0")
+        self._check("momentum", 0 <= self.momentum < 1, "it must lie in [0, 1)")
+        self._check("weight_decay", 0 <= self.weight_decay < math.inf, "it must be finite and not < 0")
+        self._check("train_size", self.train_size is None or self.train_size >= 1, "at least 1 sample is needed")
+        self._check("seed", 0 <= self.seed < 2**63, "it must lie in [0, 2^63)")
+        self._check("bucket_mb", 0 < self.bucket_mb < math.inf, "it must be finite and > 0")
+        self._check("deadline_s", 0 < self.deadline_s < math.inf, "it must be finite and > 0")
+
+    @property
+    def learning_rate(self) -> float:
+        """`lr`, or the optimizer's default."""
+        return DEFAULT_LR[self.optimizer] if self.lr is None else self.lr
+
+    @classmethod
+    def from_command_line(cls, arguments: Sequence[str] | None = None, description: str = "") -> RunConfig:
+        """The run that `arguments` (default: this process's) ask for. Bad ones end the process: a line, exit code 2."""
+        parser = command_line_parser(description)
+        try:
+            return cls(**vars(parser.parse_args(arguments)))
+        except ConfigError as error:
+            parser.error(str(error))
+
+    def _check_choice(self, name: str) -> None:
+        value = getattr(self, name)
+        choices = type(self).__dataclass_fields__[name].metadata["choices"]
+        optional = type(self).__dataclass_fields__[name].default is None
+        if value not in choices and not (value is None and optional):
+            raise ConfigError(f"--{name} {value}: choose from {', '.join(choices)}")
+
+    def _check(self, name: str, good: bool, why: str) -> None:
+        if not good:
+            raise ConfigError(f"--{name} {getattr(self, name)}: {why}")
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage above it."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def command_line_parser(description: str = "") -> OneLineParser:
+    """A parser with one flag for each field of RunConfig, named as the field is."""
+    parser = OneLineParser(
+        description=description, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    types = get_type_hints(RunConfig)
+    for each in fields(RunConfig):
+        default_is_told = each.default is None
+        parser.add_argument(
+            f"--{each.name}",
+            type=_plain_type(types[each.name]),
+            default=argparse.SUPPRESS if default_is_told else each.default,
+            choices=each.metadata["choices"],
+            metavar=None if each.metadata["choices"] else each.name.split("_")[-1].upper(),
+            help=each.metadata["help"],
+        )
+    return parser
+
+
+def _plain_type(annotation: Any) -> type:
+    """int for `int` and for `int | None`."""
+    kinds = getattr(annotation, "__args__", (annotation,))
+    return next(kind for kind in (int, float, str) if kind in kinds)

@@ -1,0 +1,95 @@
+"""Processes of one machine: every buffer lies in memory that all of them map, so a receive reads the peer's bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_parallel.status import StatusBoard
+from torch_parallel.transport.arena import Arena, page_aligned
+from torch_parallel.transport.base import TEXT_LIMIT, Signals, Transport
+from torch_parallel.transport.signals import Inboxes, PipeSignals, SequenceNumbers, stores_are_ordered
+
+_TEXT_BYTES = TEXT_LIMIT + 56
+
+
+@dataclass
+class Wiring:
+    """What the launcher lays out before the workers start and every process of the run inherits.
+
+    The arena begins with three tables: the counters of `SequenceNumbers`, the status board, and what each rank last
+    agreed to do. `inboxes` is None where sequence numbers serve.
+    """
+
+    world_size: int
+    arena: Arena
+    offsets: tuple[int, int, int]
+    inboxes: Inboxes | None
+
+    @classmethod
+    def create(cls, world_size: int, pipes: bool | None = None) -> Wiring:
+        """`pipes` chooses how to signal; None means sequence numbers where the processor allows them."""
+        arena = Arena.create()
+        sizes = _table_bytes(world_size)
+        offsets = (arena.allocate(sizes[0]), arena.allocate(sizes[1]), arena.allocate(sizes[2]))
+        with_pipes = not stores_are_ordered() if pipes is None else pipes
+        return cls(world_size, arena, offsets, Inboxes.create(world_size) if with_pipes else None)
+
+    def table(self, index: int) -> memoryview:
+        nbytes = _table_bytes(self.world_size)[index]
+        return memoryview(self.arena.map(self.offsets[index], nbytes))[:nbytes]
+
+    def status_board(self) -> StatusBoard:
+        return StatusBoard(self.table(1), self.world_size)
+
+    def close(self) -> None:
+        self.arena.close()
+        if self.inboxes is not None:
+            self.inboxes.close()
+
+
+def _table_bytes(world_size: int) -> tuple[int, int, int]:
+    return (
+        SequenceNumbers.bytes_needed(world_size),
+        StatusBoard.bytes_needed(world_size),
+        2 * world_size * _TEXT_BYTES,
+    )
+
+
+class SharedMemoryTransport(Transport):
+    """The transport of one rank among the processes that share `wiring`."""
+
+    def __init__(self, wiring: Wiring, rank: int, deadline_s: float) -> None:
+        self.status = wiring.status_board().reporter(rank)
+        signals: Signals
+        if wiring.inboxes is None:
+            signals = SequenceNumbers(wiring.table(0), rank, wiring.world_size, self.status, deadline_s)
+        else:
+            signals = PipeSignals(wiring.inboxes, rank, wiring.world_size, self.status, deadline_s)
+        super().__init__(rank, wiring.world_size, signals)
+        self._arena = wiring.arena
+        self._texts = wiring.table(2)
+        self._agreements = 0
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """Each rank's part begins on a page of its own; the parts of all ranks are one mapping."""
+        stride = page_aligned(numel * dtype.itemsize)
+        offset = self._arena.allocate(stride * self.world_size)
+        all_parts = self._arena.tensor(offset, (self.world_size, stride // dtype.itemsize), dtype)
+        return [all_parts[rank, :numel] for rank in range(self.world_size)]
+
+    def _describe(self, text: str) -> None:
+        # Two slots in turn: a peer that is still comparing the last texts cannot be more than one agreement behind.
+        self._agreements += 1
+        start = self._slot(self.rank)
+        encoded = text.encode()[: _TEXT_BYTES - 1]
+        self._texts[start : start + len(encoded) + 1] = encoded + b"\0"
+
+    def _description(self, peer: int) -> str:
+        start = self._slot(peer)
+        return bytes(self._texts[start : start + _TEXT_BYTES]).split(b"\0", 1)[0].decode(errors="replace")
+
+    def _slot(self, rank: int) -> int:
+        return (2 * rank + self._agreements % 2) * _TEXT_BYTES

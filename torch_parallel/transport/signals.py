@@ -1,0 +1,161 @@
+"""Signals between processes: sequence numbers in shared memory, and pipes where stores are not ordered.
+
+A signal must become visible after the data it announces. x86 processors keep the order of plain stores (total store
+order), so there a signal is one store to shared memory and a wait is a loop over one load. Other processors reorder
+stores; there a signal is two bytes through the receiver's pipe, whose lock in the kernel orders what was written
+before, and which wakes the receiver without any spinning.
+
+Neither has a name in the file system, so neither can be left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import select
+import struct
+import time
+from multiprocessing.reduction import DupFd
+
+from torch_parallel.status import StatusReporter
+from torch_parallel.transport.base import Signals, WaitTimeout
+
+KINDS = 2
+LINE = 16  # int64s between two counters: two cache lines, since processors fetch lines in pairs
+
+SPINS = 100
+"""Looks at the counter before the processor is offered to others: about 10 microseconds."""
+YIELDS_S = 0.05
+"""Seconds of yielding before a waiter takes naps; a nap of 1 ms then adds at most 2 % to the wait."""
+NAP_S = 0.001
+
+
+def stores_are_ordered() -> bool:
+    """Whether this processor makes stores visible in program order."""
+    return platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
+
+
+class SequenceNumbers(Signals):
+    """One growing int64 for each kind and ordered pair of ranks, each on cache lines of its own."""
+
+    def __init__(self, memory: memoryview, rank: int, world_size: int, status: StatusReporter, deadline_s: float):
+        self._counters = memory.cast("q")
+        self._status = status
+        self._deadline_s = deadline_s
+        self.waited_s = [0.0] * world_size
+
+        def index(kind: int, source: int, to: int) -> int:
+            return ((kind * world_size + source) * world_size + to) * LINE
+
+        ranks = range(world_size)
+        self._outgoing = [[index(kind, rank, peer) for peer in ranks] for kind in range(KINDS)]
+        self._incoming = [[index(kind, peer, rank) for peer in ranks] for kind in range(KINDS)]
+        self._posted = [[0] * world_size for _ in range(KINDS)]
+        self._awaited = [[0] * world_size for _ in range(KINDS)]
+
+    @staticmethod
+    def bytes_needed(world_size: int) -> int:
+        return KINDS * world_size * world_size * LINE * 8
+
+    def post(self, kind: int, peer: int) -> None:
+        posted = self._posted[kind]
+        posted[peer] += 1
+        self._counters[self._outgoing[kind][peer]] = posted[peer]
+
+    def wait(self, kind: int, peer: int, doing: str, round_index: int) -> None:
+        awaited = self._awaited[kind]
+        awaited[peer] += 1
+        index, number = self._incoming[kind][peer], awaited[peer]
+        if self._counters[index] < number:
+            self._wait_for(index, number, peer, doing, round_index)
+
+    def _wait_for(self, index: int, number: int, peer: int, doing: str, round_index: int) -> None:
+        counters, start_s = self._counters, time.perf_counter()
+        for _ in range(SPINS):
+            if counters[index] >= number:
+                break
+        else:
+            self._status.waiting(peer, f"{doing}, round {round_index}")
+            while counters[index] < number:
+                waited_s = time.perf_counter() - start_s
+                if waited_s < YIELDS_S:
+                    os.sched_yield()
+                elif waited_s < self._deadline_s:
+                    time.sleep(NAP_S)
+                else:
+                    raise WaitTimeout(_silence(peer, waited_s))
+            self._status.done_waiting()
+        self.waited_s[peer] += time.perf_counter() - start_s
+
+
+class PipeSignals(Signals):
+    """An inbox for each rank: a pipe into which peers write kind and sender, two bytes that arrive together."""
+
+    _message = struct.Struct("<H")
+
+    def __init__(self, inboxes: Inboxes, rank: int, world_size: int, status: StatusReporter, deadline_s: float):
+        self._inboxes = inboxes
+        self._rank = rank
+        self._status = status
+        self._deadline_s = deadline_s
+        self.waited_s = [0.0] * world_size
+        self._arrived = [[0] * world_size for _ in range(KINDS)]
+        self._poller = select.poll()
+        self._poller.register(inboxes.read_fds[rank], select.POLLIN)
+
+    def post(self, kind: int, peer: int) -> None:
+        os.write(self._inboxes.write_fds[peer], self._message.pack(kind << 15 | self._rank))
+
+    def wait(self, kind: int, peer: int, doing: str, round_index: int) -> None:
+        arrived = self._arrived[kind]
+        if not arrived[peer]:
+            self._wait_for(arrived, peer, doing, round_index)
+        arrived[peer] -= 1
+
+    def _wait_for(self, arrived: list[int], peer: int, doing: str, round_index: int) -> None:
+        start_s = time.perf_counter()
+        self._status.waiting(peer, f"{doing}, round {round_index}")
+        while not arrived[peer]:
+            left_s = start_s + self._deadline_s - time.perf_counter()
+            if left_s <= 0 or not self._take(left_s):
+                raise WaitTimeout(_silence(peer, time.perf_counter() - start_s))
+        self._status.done_waiting()
+        self.waited_s[peer] += time.perf_counter() - start_s
+
+    def _take(self, timeout_s: float) -> bool:
+        """Counts what has arrived in the inbox; False where nothing did for `timeout_s` seconds."""
+        if not self._poller.poll(timeout_s * 1000):
+            return False
+        for (message,) in self._message.iter_unpack(os.read(self._inboxes.read_fds[self._rank], 65536)):
+            self._arrived[message >> 15][message & 0x7FFF] += 1
+        return True
+
+
+class Inboxes:
+    """The pipes of `PipeSignals`; made by the launcher, inherited by every worker."""
+
+    def __init__(self, read_fds: list[int], write_fds: list[int]) -> None:
+        self.read_fds = read_fds
+        self.write_fds = write_fds
+
+    @classmethod
+    def create(cls, world_size: int) -> Inboxes:
+        pipes = [os.pipe() for _ in range(world_size)]
+        return cls([read_fd for read_fd, _ in pipes], [write_fd for _, write_fd in pipes])
+
+    def close(self) -> None:
+        for fd in self.read_fds + self.write_fds:
+            os.close(fd)
+        self.read_fds, self.write_fds = [], []
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _inboxes_arrive, ([DupFd(fd) for fd in self.read_fds], [DupFd(fd) for fd in self.write_fds])
+
+
+def _inboxes_arrive(read_fds: list[object], write_fds: list[object]) -> Inboxes:
+    detach = [[fd.detach() for fd in fds] for fds in (read_fds, write_fds)]  # type: ignore[attr-defined]
+    return Inboxes(*detach)
+
+
+def _silence(peer: int, waited_s: float) -> str:
+    return f"no signal from rank {peer} for {waited_s:.1f} s"

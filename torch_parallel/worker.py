@@ -1,0 +1,113 @@
+"""A worker process from its first breath to its last. The fork server loads this module, torch included, in advance."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from dataclasses import dataclass
+
+import cloudpickle
+import torch
+
+from torch_parallel.communicator import Communicator
+from torch_parallel.mailbox import Outbox
+from torch_parallel.status import RETURNING
+from torch_parallel.transport.shared_memory import SharedMemoryTransport, Wiring
+
+
+@dataclass
+class Assignment:
+    """All that one worker process is told at its start; the fork server's own environment tells it nothing."""
+
+    rank: int
+    server_count: int
+    threads: int
+    deadline_s: float
+    device: str
+    wiring: Wiring
+    outbox: Outbox
+    shared: dict[str, tuple[int, tuple[int, ...], torch.dtype]]  # name -> offset in the arena, shape, dtype
+    call: bytes  # pickled (function, arguments)
+
+
+def main(assignment: Assignment) -> None:
+    """Runs the worker function, sends its result or its error to the launcher, and ends the process."""
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where there is no fork server to inherit the mask from
+    _prefix_warnings(assignment.rank)
+    exit_code = 1
+    try:
+        torch.set_num_threads(assignment.threads)
+        communicator = _communicator(assignment)
+        function, arguments = cloudpickle.loads(assignment.call)
+        result = function(communicator, *arguments)
+        communicator.status.phase(RETURNING)
+        assignment.outbox.send("result", cloudpickle.dumps(result))
+        exit_code = 0
+    except BaseException as error:
+        if not isinstance(error, SystemExit):
+            assignment.outbox.send("error", (f"{type(error).__name__}: {error}", traceback.format_exc()))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)  # at once: whatever threads the worker function left do not hold the run up
+
+
+def end_with_parent() -> None:
+    """Makes sure that this process does not outlive its launcher, however the launcher ends.
+
+    The launcher holds the other end of a pipe. Where the kernel can, it sends SIGKILL when that pipe closes, which
+    works even while C code holds the interpreter; elsewhere a thread waits for it. (PR_SET_PDEATHSIG would watch the
+    fork server, which is this process's parent, and not the launcher.)
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    sentinel = parent.sentinel
+    if hasattr(fcntl, "F_SETSIG"):
+        fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+        poller = select.poll()
+        poller.register(sentinel, 0)  # hang-ups are always reported
+        if poller.poll(0):
+            os._exit(1)  # it was gone before the watch began
+    else:
+        threading.Thread(target=_exit_after, args=(sentinel,), daemon=True).start()
+
+
+def _exit_after(sentinel: int) -> None:
+    multiprocessing.connection.wait([sentinel])
+    os._exit(1)
+
+
+def _communicator(assignment: Assignment) -> Communicator:
+    transport = SharedMemoryTransport(assignment.wiring, assignment.rank, assignment.deadline_s)
+    device = torch.device(assignment.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", assignment.rank)
+        torch.cuda.set_device(device)
+    return Communicator(
+        transport,
+        transport.status,
+        assignment.outbox,
+        assignment.server_count,
+        device,
+        {name: assignment.wiring.arena.tensor(*where) for name, where in assignment.shared.items()},
+    )
+
+
+def _prefix_warnings(rank: int) -> None:
+    plain = warnings.formatwarning
+
+    def with_rank(*details: object, **more: object) -> str:
+        return f"[rank {rank}] {plain(*details, **more)}"  # type: ignore[arg-type]
+
+    warnings.formatwarning = with_rank

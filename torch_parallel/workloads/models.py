@@ -1,0 +1,100 @@
+"""Every model, by name: three sizes of image classifier that work for any image of 4 x 4 pixels or more.
+
+Parameters for MNIST's [1, 28, 28] and ten classes:
+
+    mlp             235,146     three linear layers, two of which hold nearly everything
+    cnn             107,786     LeNet: a few tensors of very different sizes, the usual example
+    mobilenet_v2  2,236,106     158 small tensors, with BatchNorm and dropout: what exchanging in buckets is for
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from torch import nn
+
+ImageShape = tuple[int, int, int]  # channels C, height H, width W
+
+MIN_SIDE = 4  # cnn halves the image twice
+
+
+def mlp(image_shape: ImageShape, class_count: int) -> nn.Module:
+    """C*H*W -> 256 -> 128 -> class_count with ReLU between.
+
+    (C*H*W + 1) * 256 + 257 * 128 + 129 * class_count parameters.
+    """
+    from torchvision.ops import MLP  # torchvision is imported where it is needed, for it takes 2 s
+
+    channels, height, width = image_shape
+    # MLP puts a dropout layer behind each linear one; with 0, torch returns the input and draws no random numbers.
+    return nn.Sequential(nn.Flatten(), MLP(channels * height * width, [256, 128, class_count], dropout=0.0))
+
+
+def cnn(image_shape: ImageShape, class_count: int) -> nn.Module:
+    """LeNet-5 (LeCun et al., 1998) as it is taught today: ReLU, max pooling, every layer connected to all channels.
+
+    Both convolutions are padded, so that an image of 8 x 8 pixels is enough and [6, H/2, W/2], [16, H/4, W/4] follow.
+    (25C + 1) * 6 + 2,416 + (16 * (H//4) * (W//4) + 1) * 120 + 10,164 + 85 * class_count parameters.
+    """
+    channels, height, width = image_shape
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(channels, 6, 5, padding=2),  # [6, H, W]
+            relu1=nn.ReLU(),
+            pool1=nn.MaxPool2d(2),  # [6, H/2, W/2]
+            conv2=nn.Conv2d(6, 16, 5, padding=2),  # [16, H/2, W/2]
+            relu2=nn.ReLU(),
+            pool2=nn.MaxPool2d(2),  # [16, H/4, W/4]
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(16 * (height // 4) * (width // 4), 120),
+            relu3=nn.ReLU(),
+            fc2=nn.Linear(120, 84),
+            relu4=nn.ReLU(),
+            fc3=nn.Linear(84, class_count),
+        )
+    )
+
+
+def mobilenet_v2(image_shape: ImageShape, class_count: int) -> nn.Module:
+    """torchvision's MobileNetV2 (Sandler et al., 2018, arXiv:1801.04381) with the first two halvings left out.
+
+    ImageNet's 224 x 224 pixels end as 7 x 7; 32 x 32 would end as 1 x 1, and end as 4 x 4 without those two, as 28 x 28
+    does. Dropout 0.2 before the last layer. 2,223,008 + 288C + 1,281 * class_count parameters, whatever H and W.
+    """
+    from torchvision.models import MobileNetV2
+
+    channels, height, width = image_shape
+    model: nn.Module = MobileNetV2(num_classes=class_count, inverted_residual_setting=_stages(min(height, width)))
+    first = nn.Conv2d(channels, 32, kernel_size=3, stride=1, padding=1, bias=False)
+    nn.init.kaiming_normal_(first.weight, mode="fan_out")  # as torchvision does for the one that this replaces
+    model.get_submodule("features.0").register_module("0", first)
+    return model
+
+
+def _stages(side: int) -> list[list[int]]:
+    """Table 2 of the paper, as torchvision wants it: expansion, channels, blocks, stride of the first block."""
+    stages = [[1, 16, 1], [6, 24, 2], [6, 32, 3], [6, 64, 4], [6, 96, 3], [6, 160, 3], [6, 320, 1]]
+    for index, stage in enumerate(stages):
+        # Stop at 2 x 2: BatchNorm raises if a worker's shard is one sample of one pixel, and 8 x 8 would come to that.
+        halve = index in (2, 3, 5) and side >= 4
+        side = (side + 1) // 2 if halve else side
+        stage.append(2 if halve else 1)
+    return stages
+
+
+MODELS: dict[str, Callable[[ImageShape, int], nn.Module]] = {"mlp": mlp, "cnn": cnn, "mobilenet_v2": mobilenet_v2}
+
+
+def build_model(name: str, image_shape: ImageShape, class_count: int) -> nn.Module:
+    """A freshly initialised model that maps [b, C, H, W] to [b, class_count] logits; `image_shape` is (C, H, W).
+
+    The weights come from torch's global generator: seed it first. Raises ValueError for an unknown name, an image with
+    a side below 4 pixels, or no channel or class.
+    """
+    if name not in MODELS:
+        raise ValueError(f"there is no model {name!r}; choose from {', '.join(MODELS)}")
+    channels, height, width = image_shape
+    if min(height, width) < MIN_SIDE or channels < 1 or class_count < 1:
+        raise ValueError(f"no model for {class_count} classes of images {image_shape} (channels, height, width)")
+    return MODELS[name](image_shape, class_count)

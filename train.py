@@ -1,0 +1,23 @@
+"""Trains a model on several processes that exchange gradients: `python train.py --strategy ring_all_reduce --n_gpus 4`.
+
+`python train.py --help` lists every flag; `python train.py` alone trains with the ring on all GPUs, or on the CPU.
+"""
+
+from torch_parallel import fork_server
+
+if __name__ == "__main__":
+    fork_server.start()  # before the imports below, which take as long as the server's own
+
+from torch_parallel.command_line import run_command
+from torch_parallel.training.config import RunConfig
+from torch_parallel.training.run import train
+
+
+def main() -> None:
+    config = RunConfig.from_command_line(description=__doc__)
+    run = train(config)
+    print(f"test accuracy {100 * run.test_accuracy:.2f} %; results in {run.folder}")
+
+
+if __name__ == "__main__":
+    run_command("train.py", main)
