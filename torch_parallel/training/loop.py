@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,14 @@ class Job:
     config: RunConfig
     dataset: Dataset
     make_model: Callable[[], nn.Module]
+
+
+def make_job(config: RunConfig, dataset: Dataset, make_model: Callable[[], nn.Module]) -> tuple[Job, dict[str, Tensor]]:
+    """The job, and the tensors to `launch(..., shared=...)` beside it."""
+    tensors = {name: getattr(dataset, name) for name in TENSORS}
+    nothing = torch.empty(0)
+    without = replace(dataset, train_inputs=nothing, train_targets=nothing, test_inputs=nothing, test_targets=nothing)
+    return Job(config, without, make_model), tensors
 
 
 @dataclass

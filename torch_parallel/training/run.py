@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -19,7 +18,7 @@ from torch_parallel.results import ResultsError, RunFolder, environment
 from torch_parallel.status import StatusBoard
 from torch_parallel.strategies import STRATEGIES
 from torch_parallel.training.config import RunConfig
-from torch_parallel.training.loop import TENSORS, Epoch, Job, train_worker
+from torch_parallel.training.loop import Epoch, make_job, train_worker
 from torch_parallel.training.sampler import step_count
 from torch_parallel.workloads import Dataset, build_model, load_dataset
 
@@ -69,6 +68,7 @@ def train(
     folder.write_manifest(
         **environment(), config=asdict(config), model=model_name, dataset=data_line, device=device, status="running"
     )
+    job, shared = make_job(config, dataset, make_model)
     display = _Display(config, dataset, folder, model_name, device, verbose)
     display.introduce([device_line, data_line])
     status = "interrupted"
@@ -76,12 +76,12 @@ def train(
         results = launch(
             train_worker,
             n,
-            Job(config, _without_tensors(dataset), make_model),
+            job,
             server_count=servers,
             threads=display.threads,
             deadline_s=config.deadline_s,
             device=device,
-            shared={name: getattr(dataset, name) for name in TENSORS},
+            shared=shared,
             on_message=display.epoch_done,
             on_tick=display.tick,
         )
@@ -95,11 +95,6 @@ def train(
         folder.write_manifest(status=status)
     first_worker = results[servers]
     return TrainingRun(first_worker["history"], first_worker["weights"], str(folder.path))
-
-
-def _without_tensors(dataset: Dataset) -> Dataset:
-    empty = torch.empty(0)
-    return replace(dataset, train_inputs=empty, train_targets=empty, test_inputs=empty, test_targets=empty)
 
 
 class _Display:

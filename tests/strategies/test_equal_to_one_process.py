@@ -1,0 +1,247 @@
+"""With the same seed and global batch every synchronous strategy gives, step after step, the parameters that one process
+gives on the whole batch, and the same bits on all ranks.
+
+The reference is a plain loop in one process. It shares nothing with the package but the models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from torch_parallel import launch
+from torch_parallel.collectives import Collective, Receive
+from torch_parallel.collectives.ring import RING_ALL_REDUCE, all_reduce
+from torch_parallel.communicator import Communicator
+from torch_parallel.strategies import STRATEGIES, AllReduce, Strategy
+from torch_parallel.workloads import build_model
+
+IMAGE = (1, 8, 8)
+CLASSES = 5
+# more samples than workers, fewer, one, and sizes that no worker count but 1 divides
+BATCH_SIZES = (8, 13, 7, 3, 2, 1, 11, 5, 4, 1)
+
+
+class Awkward(nn.Module):
+    """Frozen, tied, never used, rarely used, empty and 0-dim parameters, odd sizes, a buffer, and a gradient that
+    arrives transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 7, bias=False)
+        self.frozen = nn.Linear(7, 7)
+        self.frozen.requires_grad_(False)
+        self.never = nn.Linear(3, 3)
+        self.rare = nn.Linear(7, 7)
+        self.tied = nn.Linear(7, 7, bias=False)
+        self.tied_again = nn.Linear(7, 7, bias=False)
+        self.tied_again.weight = self.tied.weight
+        self.scale = nn.Parameter(torch.tensor(5.0))  # stays away from 0, near which rounding is magnified
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.transposed = nn.Parameter(torch.randn(CLASSES, 7))
+        self.register_buffer("offset", torch.randn(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.frozen(self.first(x.flatten(1)))) + self.offset
+        rarely = x[:, 0, 0, 0] > 1.2  # one sample in nine
+        if rarely.any():
+            hidden = torch.where(rarely[:, None], self.rare(hidden), hidden)
+        hidden = self.tied_again(torch.tanh(self.tied(hidden)))
+        return self.scale / 5 * hidden @ self.transposed.t() + self.empty.sum()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": partial(build_model, "mlp", IMAGE, CLASSES),
+    "cnn": partial(build_model, "cnn", IMAGE, CLASSES),
+    "awkward": Awkward,
+}
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.002, weight_decay=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.002, weight_decay=0.01),
+}
+# (model, optimizer, dtype, tolerance as a part of the tensor's norm)
+SETTINGS = [
+    *((model, optimizer, torch.float64, 1e-12) for model in MODELS for optimizer in OPTIMIZERS),
+    *((model, "sgd", torch.float32, 1e-6) for model in MODELS),
+]
+PROCESS_COUNTS = {"ring_all_reduce": (1, 2, 3, 4), "param_server": (2, 3, 5)}
+
+
+def samples(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (
+            torch.randn(size, *IMAGE, generator=generator, dtype=torch.float64).to(dtype),
+            torch.randint(0, CLASSES, (size,), generator=generator),
+        )
+        for size in BATCH_SIZES
+    ]
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def one_process(make_model: Callable[[], nn.Module], make_optimizer: Callable, dtype: torch.dtype) -> list[dict]:
+    """The parameters after every step of a plain loop over whole batches."""
+    torch.manual_seed(0)
+    model = make_model().to(dtype)
+    optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    history = []
+    for inputs, targets in samples(dtype):
+        optimizer.zero_grad(set_to_none=True)
+        cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        history.append(snapshot(model))
+    return history
+
+
+def many_processes(communicator: Communicator, strategy_class: type[Strategy], settings: list) -> list[list]:
+    """For each of the settings what this rank holds after every step: rank 0 the parameters, the others digests."""
+    what_to_keep = snapshot if communicator.rank == 0 else digest
+    histories = []
+    for make_model, make_optimizer, dtype in settings:
+        torch.manual_seed(communicator.rank)  # differently: the strategy must give all ranks rank 0's weights
+        model = make_model().to(dtype)
+        strategy = strategy_class(
+            model,
+            lambda named, make=make_optimizer: make([parameter for _, parameter in named]),
+            communicator,
+            bucket_bytes=20_000,  # several buckets
+        )
+        history = []
+        for inputs, targets in samples(dtype):
+            strategy.begin_step()
+            if communicator.worker_index is not None:
+                count = communicator.worker_count
+                mine = slice(
+                    len(targets) * communicator.worker_index // count,
+                    len(targets) * (communicator.worker_index + 1) // count,
+                )
+                if len(targets[mine]):
+                    loss = cross_entropy(model(inputs[mine]), targets[mine], reduction="sum") / len(targets)
+                    loss.backward()
+            strategy.step()
+            history.append(what_to_keep(model))
+        histories.append(history)
+    return histories
+
+
+def train_everywhere(strategy_class: type[Strategy], n: int, settings: list) -> list[list[list]]:
+    """By rank, setting and step."""
+    return launch(many_processes, n, strategy_class, settings, server_count=strategy_class.server_count, deadline_s=30)
+
+
+def digest(model_or_snapshot: nn.Module | dict[str, Tensor]) -> str:
+    """Equal for equal bits of all parameters, and only then."""
+    parameters = snapshot(model_or_snapshot) if isinstance(model_or_snapshot, nn.Module) else model_or_snapshot
+    digested = hashlib.blake2b()
+    for name, parameter in parameters.items():
+        digested.update(name.encode() + parameter.numpy().tobytes())
+    return digested.hexdigest()
+
+
+def largest_deviation(history: list[dict], reference: list[dict]) -> float:
+    """Over all steps and tensors, the norm of the difference as a part of the tensor's norm."""
+    worst = 0.0
+    for ours, theirs in zip(history, reference, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            if ours[name].numel():
+                difference = torch.linalg.vector_norm((ours[name] - theirs[name]).double())
+                worst = max(worst, (difference / torch.linalg.vector_norm(theirs[name].double())).item())
+    return worst
+
+
+@pytest.fixture(scope="module")
+def references() -> list[list[dict]]:
+    return [one_process(MODELS[model], OPTIMIZERS[optimizer], dtype) for model, optimizer, dtype, _ in SETTINGS]
+
+
+@pytest.mark.parametrize(
+    ("name", "n"), [(name, n) for name in STRATEGIES for n in PROCESS_COUNTS[name]], ids=lambda value: str(value)
+)
+def test_every_step_is_that_of_one_process(name: str, n: int, references: list[list[dict]]) -> None:
+    settings = [(MODELS[model], OPTIMIZERS[optimizer], dtype) for model, optimizer, dtype, _ in SETTINGS]
+    first, *others = train_everywhere(STRATEGIES[name], n, settings)
+    for index, (model, optimizer, dtype, tolerance) in enumerate(SETTINGS):
+        assert largest_deviation(first[index], references[index]) <= tolerance, (model, optimizer, dtype)
+        for other in others:
+            assert other[index] == [digest(parameters) for parameters in first[index]], (model, optimizer, dtype)
+
+
+def test_the_awkward_model_is_awkward() -> None:
+    """The cases above are of use only if the rare layer is used in some steps, by some workers, and not in others."""
+    torch.manual_seed(0)
+    model = Awkward().double()
+    used = []
+    for inputs, targets in samples(torch.float64):
+        model.zero_grad(set_to_none=True)
+        cross_entropy(model(inputs), targets).backward()
+        used.append(model.rare.weight.grad is not None)
+        assert model.never.weight.grad is None
+    assert any(used) and not all(used)
+
+
+def wrong_ring(rank: int, world_size: int):
+    """The ring, but rank 0 adds what it receives in its first round to the chunk beside the right one."""
+    for index, actions in enumerate(all_reduce(rank, world_size)):
+        if rank == 0 and index == 0:
+            send, receive = actions
+            start = (receive.chunks.start + 1) % world_size
+            actions = [send, Receive(receive.source, range(start, start + 1), receive.reduce)]
+        yield actions
+
+
+def test_training_performs_the_registered_schedule_itself() -> None:
+    """With one wrong chunk in the schedule, and nothing else changed, training must go wrong."""
+
+    class WrongRing(AllReduce):
+        collective = Collective(**{**vars(RING_ALL_REDUCE), "name": "wrong", "rounds": wrong_ring})
+
+    settings = [(MODELS["mlp"], OPTIMIZERS["sgd"], torch.float64)]
+    reference = one_process(*settings[0])
+    right, wrong = (
+        train_everywhere(strategy, 3, settings)[0][0] for strategy in (STRATEGIES["ring_all_reduce"], WrongRing)
+    )
+    assert largest_deviation(right, reference) <= 1e-12
+    assert largest_deviation(wrong, reference) > 1e-3
+
+
+def optimizer_state_elements(communicator: Communicator, strategy_class: type[Strategy]) -> int:
+    """Elements of optimizer state in this process, found among all objects that are alive in it."""
+    import gc
+
+    torch.manual_seed(0)
+    model = build_model("cnn", IMAGE, CLASSES)
+    strategy = strategy_class(
+        model, lambda named: torch.optim.Adam([parameter for _, parameter in named]), communicator
+    )
+    strategy.begin_step()
+    if not communicator.is_server:
+        cross_entropy(model(torch.randn(4, *IMAGE)), torch.arange(4), reduction="sum").backward()
+    strategy.step()
+    optimizers = [thing for thing in gc.get_objects() if isinstance(thing, torch.optim.Optimizer)]
+    return sum(
+        value.numel() for optimizer in optimizers for state in optimizer.state.values() for value in state.values()
+    )
+
+
+def test_under_param_server_only_the_server_holds_optimizer_state() -> None:
+    model = build_model("cnn", IMAGE, CLASSES)
+    tensors = list(model.parameters())
+    on_server, *on_workers = launch(
+        optimizer_state_elements, 3, STRATEGIES["param_server"], server_count=1, deadline_s=30
+    )
+    # Adam: two moments of every parameter, and a step count a tensor
+    assert on_server == 2 * sum(tensor.numel() for tensor in tensors) + len(tensors)
+    assert on_workers == [0, 0]
+    everywhere = launch(optimizer_state_elements, 2, STRATEGIES["ring_all_reduce"], deadline_s=30)
+    assert everywhere == [on_server, on_server]

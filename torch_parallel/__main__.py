@@ -1,0 +1,32 @@
+"""`python -m torch_parallel COMMAND ...`: everything that is not training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+
+from torch_parallel import fork_server
+
+COMMANDS = {
+    "bench": "timings beside torch's own",
+}
+
+
+def main() -> None:
+    from torch_parallel.training.config import OneLineParser
+
+    parser = OneLineParser(prog="python -m torch_parallel", allow_abbrev=False, add_help=len(sys.argv) < 3)
+    commands = parser.add_argument("command", choices=tuple(COMMANDS))
+    commands.help = "; ".join(f"{name}: {what}" for name, what in COMMANDS.items())
+    command = parser.parse_args(sys.argv[1:2]).command
+    run: Callable[[list[str]], None] = import_module(f"torch_parallel.{command}").main
+    run(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    fork_server.start()  # before torch is imported here
+
+    from torch_parallel.command_line import run_command
+
+    run_command("torch_parallel", main)
