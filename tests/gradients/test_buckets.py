@@ -1,0 +1,138 @@
+"""Buckets alone, on one rank's memory: no process, no exchange."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from torch_parallel.gradients.buckets import Bucket, cut_into_buckets, views_of
+from torch_parallel.transport.base import SharedBuffer
+
+
+def share(numel: int, dtype: torch.dtype) -> SharedBuffer:
+    return SharedBuffer([torch.zeros(numel, dtype=dtype)], rank=0)
+
+
+def named(*parameters: Parameter) -> list[tuple[str, Parameter]]:
+    return [(f"p{index}", parameter) for index, parameter in enumerate(parameters)]
+
+
+def names(groups: list[list[tuple[str, Parameter]]]) -> list[list[str]]:
+    return [[name for name, _ in group] for group in groups]
+
+
+def test_groups_are_in_reverse_order_and_within_their_size() -> None:
+    parameters = named(*(Parameter(torch.zeros(size)) for size in (1, 2, 3, 4, 100, 5)))
+    # 4 bytes an element, at most 40 bytes: 5 | 100 alone | 4 3 2 1 are 10 elements
+    assert names(cut_into_buckets(parameters, 40)) == [["p5"], ["p4"], ["p3", "p2", "p1", "p0"]]
+
+
+def test_every_trainable_parameter_is_in_exactly_one_group_whatever_the_size() -> None:
+    """201 tensors: a cut by count into groups of 50 once left the last one out."""
+    parameters = named(*(Parameter(torch.zeros(1 + index % 7)) for index in range(201)))
+    for bucket_bytes in (1, 4, 28, 50, 200, 10**9):
+        groups = names(cut_into_buckets(parameters, bucket_bytes))
+        assert sorted(name for group in groups for name in group) == sorted(name for name, _ in parameters)
+
+
+def test_one_dtype_a_group_and_frozen_parameters_in_none() -> None:
+    parameters = named(
+        Parameter(torch.zeros(2)),
+        Parameter(torch.zeros(2, dtype=torch.float64)),
+        Parameter(torch.zeros(2), requires_grad=False),
+        Parameter(torch.zeros(2)),
+    )
+    assert names(cut_into_buckets(parameters, 1000)) == [["p3", "p0"], ["p1"]]
+
+
+def test_tied_parameters_are_exchanged_once() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    (group,) = cut_into_buckets(model.named_parameters(), 1000)
+    assert [name for name, _ in group] == ["0.weight"]
+
+
+def test_nothing_trainable_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        cut_into_buckets(named(Parameter(torch.zeros(2), requires_grad=False)), 1000)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        cut_into_buckets([], 1000)
+
+
+def test_views_lie_one_behind_the_other_in_their_shapes() -> None:
+    parameters = named(Parameter(torch.zeros(2, 3)), Parameter(torch.tensor(0.0)), Parameter(torch.zeros(0, 4)))
+    flat = torch.arange(7.0)
+    matrix, scalar, empty = views_of(flat, parameters)
+    assert matrix.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert scalar.shape == () and scalar.item() == 6
+    assert empty.shape == (0, 4)
+    assert matrix.data_ptr() == flat.data_ptr()  # views, not copies
+
+
+def test_backward_writes_into_the_flat_buffer_and_marks_what_was_used() -> None:
+    used, unused = Parameter(torch.tensor([1.0, 2.0])), Parameter(torch.tensor([5.0]))
+    bucket = Bucket(0, named(used, unused), share)
+    bucket.zero()
+    (3 * used).sum().backward()
+    bucket.publish()
+    # two gradients of 3, nothing for the unused one, then the marks
+    assert bucket.shared.local.tolist() == [3, 3, 0, 1, 0]
+    bucket.collect()
+    assert used.grad is not None and used.grad.tolist() == [3, 3]
+    assert unused.grad is None
+    bucket.zero()
+    assert bucket.shared.local.tolist() == [0, 0, 0, 0, 0]
+    assert unused.grad is not None  # a view again, ready to be added to
+
+
+def test_a_mark_of_any_rank_keeps_the_gradient() -> None:
+    """The exchange sums the marks; collect acts on the sum."""
+    first, second = Parameter(torch.tensor([1.0])), Parameter(torch.tensor([1.0]))
+    bucket = Bucket(0, named(first, second), share)
+    bucket.zero()
+    bucket.publish()
+    bucket.shared.local.add_(torch.tensor([0.5, 0.0, 1.0, 0.0]))  # another rank used the first, and not the second
+    bucket.collect()
+    assert first.grad is not None and first.grad.item() == 0.5
+    assert second.grad is None
+
+
+def test_micro_batches_add_up() -> None:
+    weight = Parameter(torch.tensor([0.0]))
+    bucket = Bucket(0, named(weight), share)
+    bucket.zero()
+    for x in (1.0, 2.0, 4.0):
+        (weight * x).sum().backward()
+    bucket.publish()
+    assert bucket.shared.local.tolist() == [7, 1]
+
+
+def test_a_cleared_grad_is_found_again() -> None:
+    """optimizer.zero_grad() sets .grad to None; the next backward then makes a tensor outside the buffer."""
+    weight = Parameter(torch.tensor([2.0]))
+    bucket = Bucket(0, named(weight), share)
+    bucket.zero()
+    weight.grad = None
+    (weight * 3).sum().backward()
+    assert bucket.gradients.tolist() == [3]
+    assert weight.grad is not None and weight.grad.data_ptr() == bucket.flat.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_non_contiguous_and_expanded_gradients(dtype: torch.dtype) -> None:
+    matrix, wide = Parameter(torch.zeros(2, 3, dtype=dtype)), Parameter(torch.zeros(3, dtype=dtype))
+    bucket = Bucket(0, named(matrix, wide), share)
+    bucket.zero()
+    weights = torch.arange(6, dtype=dtype).view(3, 2)
+    ((matrix.t() * weights).sum() + wide.sum()).backward()  # one arrives transposed, one with stride 0
+    assert bucket.gradients.tolist() == [0, 2, 4, 1, 3, 5, 1, 1, 1]
+
+
+def test_sparse_gradients_are_added_into_the_dense_buffer() -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    bucket = Bucket(0, list(embedding.named_parameters()), share)
+    bucket.zero()
+    embedding(torch.tensor([1, 1, 3])).sum().backward()
+    assert bucket.gradients.view(4, 2).tolist() == [[0, 0], [2, 2], [0, 0], [1, 1]]
