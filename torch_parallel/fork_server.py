@@ -7,11 +7,26 @@ imports torch; it needs only the standard library.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
 import signal
 import sys
+import tempfile
+from collections.abc import Iterator
 from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any
+
+
+PRELOAD = [
+    "torch_parallel.worker",
+    "torch_parallel.training.loop",
+    "torch._dynamo",  # a second's worth of modules that the first optimizer of a process imports
+]
+"""What the server imports, so that no worker has to."""
 
 
 def start_method() -> str:
@@ -23,14 +38,65 @@ def start() -> None:
     """Makes sure that the server runs, where there is one. Returns at once; the server imports in its own time."""
     if start_method() != "forkserver":
         return
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch_parallel.worker"])
-    # Ctrl-C reaches every process of the terminal. Only the launcher acts on it; the server and the workers, which
-    # inherit this mask, never see it.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    multiprocessing.resource_tracker.ensure_running()  # before the mask: it takes SIGINT out of it when it starts
+    with ctrl_c_masked(), _package_on_the_path():
+        _start_unnamed()
+
+
+@contextlib.contextmanager
+def ctrl_c_masked() -> Iterator[None]:
+    """What is started in this block never sees Ctrl-C, which reaches every process of the terminal.
+
+    Only the launcher acts on it; the server and the workers inherit the mask.
+    """
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        multiprocessing.forkserver.ensure_running()
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+@contextlib.contextmanager
+def _package_on_the_path() -> Iterator[None]:
+    """The server is a new interpreter, which must find this package where we found it.
+
+    It does not say so if it cannot: every worker would then import torch for itself, at 50 times the start-up time.
+    """
+    root, before = Path(__file__).resolve().parent.parent, os.environ.get("PYTHONPATH")
+    if root.name in ("site-packages", "dist-packages"):
+        yield
+        return
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(root), *([before] if before else [])])
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+def _start_unnamed() -> None:
+    """Starts the server if there is none, and takes its socket's name out of the file system at once.
+
+    Else a launcher that is killed would leave a socket in the temporary folder. An open descriptor still names the
+    socket, to this process only; it also names the folder, whose path may be too long for a socket's.
+    """
+    server: Any = multiprocessing.forkserver._forkserver
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    address, usual_folder = server._forkserver_address, config.get("tempdir")
+    with tempfile.TemporaryDirectory(prefix="torch_parallel-") as folder:
+        folder_fd = os.open(folder, os.O_PATH)
+        config["tempdir"] = f"/proc/self/fd/{folder_fd}"
+        try:
+            multiprocessing.forkserver.ensure_running()
+            if server._forkserver_address != address:
+                socket_fd = os.open(server._forkserver_address, os.O_PATH)
+                server._forkserver_address = f"/proc/self/fd/{socket_fd}"
+        finally:
+            config["tempdir"] = usual_folder
+            os.close(folder_fd)
 
 
 def context() -> BaseContext:

@@ -16,11 +16,11 @@ import contextlib
 import multiprocessing.connection
 import multiprocessing.forkserver
 import os
-import pickle
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,7 +37,11 @@ TICK_S = 0.1
 """How often the launcher looks around when nobody sends anything."""
 GRACE_S = 5.0
 """A silent rank is left to its peers, who know what they waited for; only after this much more the launcher speaks."""
+LAST_STEPS_S = 1.0
+"""How long the workers that have returned their results may take to end."""
 KILL_LIMIT_S = 10.0
+EXIT_CODE_S = 1.0
+"""How long the fork server may take to pass on the exit code of a worker that has ended."""
 LAST_WORDS_S = 0.5
 """After a first error, the time that the other ranks have to say what they saw."""
 
@@ -102,26 +106,37 @@ def _pickled(worker_function: Callable[..., Any], arguments: tuple[Any, ...]) ->
         try:
             cloudpickle.dumps(thing)
         except Exception as error:
-            name = getattr(thing, "__name__", None) or repr(thing)[:80]
+            name = getattr(thing, "__name__", None) or _one_line(repr(thing))[:80]
             raise NotPicklable(
-                f"the {what} {name} cannot be sent to worker processes ({error}): define what it uses at the top "
-                "level of a module, and create locks, files and generators inside the worker function"
+                f"the {what} {name} cannot be sent to worker processes ({_one_line(str(error))}): define what it uses "
+                "at the top level of a module, and create locks, files and generators inside the worker function"
             ) from error
     return bytes(cloudpickle.dumps((worker_function, arguments)))
 
 
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """A second Ctrl-C must not stop the cleaning up after the first."""
+    """Puts off SIGINT and SIGTERM until the block has ended; drops them where another one is the reason for it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    came: list[int] = []
+    interrupted = isinstance(sys.exception(), KeyboardInterrupt | SystemExit)
+    previous = {
+        number: signal.signal(number, lambda number, frame: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        if came and not interrupted:
+            signal.raise_signal(came[0])
 
 
 class _Process:
@@ -140,10 +155,14 @@ class _Process:
             with contextlib.suppress(OSError):
                 self.pidfd = os.pidfd_open(process.pid)
 
+    @property
+    def handle(self) -> int:
+        """A descriptor that is ready to read once the process has ended."""
+        return self.pidfd if self.pidfd is not None else int(self.process.sentinel)
+
     def gone(self, timeout_s: float = 0.0) -> bool:
         """Whether the process has ended, waiting for it up to `timeout_s`."""
-        handle = self.pidfd if self.pidfd is not None else self.process.sentinel
-        return bool(multiprocessing.connection.wait([handle], timeout_s))
+        return bool(multiprocessing.connection.wait([self.handle], timeout_s))
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -166,9 +185,12 @@ class _Process:
             return False
 
     def how_it_ended(self) -> str:
+        self.process.join(EXIT_CODE_S)
         code = self.process.exitcode
-        if code is not None and code < 0:
-            name = signal.Signals(-code).name
+        if code is None:
+            return "ended before it returned a result; the fork server, which knows how, does not answer"
+        if code < 0:
+            name = signal.strsignal(-code) if -code >= signal.SIGRTMIN else signal.Signals(-code).name
             hint = ": probably too little shared memory" if name == "SIGBUS" else ""
             hint = ": probably too little memory, if nobody sent it" if name == "SIGKILL" else hint
             return f"was killed by signal {-code} ({name}){hint}"
@@ -203,24 +225,33 @@ class _Run:
     def start(self, call: bytes, settings: dict[str, Any]) -> None:
         context = fork_server.context()
         for rank in range(self.n):
-            self.board.reporter(rank)  # its first sign of life
+            self._start_rank(rank, context, call, settings)
         for rank in range(self.n):
-            inbox, outbox = mailbox()
-            try:
-                assignment = worker.Assignment(rank=rank, wiring=self.wiring, outbox=outbox, call=call, **settings)
-                process = context.Process(  # type: ignore[attr-defined]
-                    target=worker.main, args=(assignment,), name=f"torch_parallel rank {rank}", daemon=True
-                )
-                process.start()
-            finally:
-                os.close(outbox.fd)
+            self.board.reporter(rank)  # its first sign of life; the first start takes as long as torch's import
+
+    def _start_rank(self, rank: int, context: Any, call: bytes, settings: dict[str, Any]) -> None:
+        inbox, outbox = mailbox()
+        try:
+            assignment = worker.Assignment(rank=rank, wiring=self.wiring, outbox=outbox, call=call, **settings)
+            process = context.Process(
+                target=worker.main, args=(assignment,), name=f"torch_parallel rank {rank}", daemon=True
+            )
+            process.start()
             self.processes.append(_Process(rank, process, inbox))
+        except BaseException as error:
+            # An interrupted start may leave a worker of which nobody has the number. It ends when its pipe to us
+            # closes, and that is when the last reference to the half-made start is dropped.
+            traceback.clear_frames(error.__traceback__)
+            inbox.close()
+            raise
+        finally:
+            os.close(outbox.fd)
 
     def results(self) -> list[Any]:
         """Listens until every worker has returned. Raises WorkerFailure."""
         while not all(process.finished for process in self.processes):
             waiting = [process for process in self.processes if not process.finished]
-            handles = [handle for process in waiting for handle in (process.inbox.fd, process.process.sentinel)]
+            handles = [handle for process in waiting for handle in (process.inbox.fd, process.handle)]
             multiprocessing.connection.wait(handles, TICK_S)
             self._listen(waiting)
             self._check(waiting)
@@ -230,18 +261,25 @@ class _Run:
 
     def _listen(self, waiting: list[_Process]) -> None:
         for process in waiting:
-            for kind, content in process.inbox.receive():
+            for kind, content in self._received(process):
                 if kind == "message":
                     if self.on_message is not None:
                         self.on_message(process.rank, content)
                 elif kind == "error":
                     process.error = content
                 else:
-                    process.result = pickle.loads(content)
+                    process.result = content
                     process.finished = True
 
+    def _received(self, process: _Process) -> list[tuple[str, Any]]:
+        try:
+            return process.inbox.receive()
+        except Exception as error:
+            reason = f"what rank {process.rank} sent cannot be read: {type(error).__name__}: {error}"
+            raise self._failure(process, reason) from error
+
     def _check(self, waiting: list[_Process]) -> None:
-        ended = [process for process in waiting if multiprocessing.connection.wait([process.process.sentinel], 0)]
+        ended = [process for process in waiting if process.gone()]
         if ended:
             self._listen(ended)  # what it sent last may have come between the two looks
         failed = next((process for process in waiting if process.error is not None), None)
@@ -249,8 +287,6 @@ class _Run:
             self._gather_last_words()
             raise self._failure(failed, f"rank {failed.rank} failed: {failed.error[0]}")  # type: ignore[index]
         for process in ended:
-            if not process.finished and not process.gone(0.2):
-                raise self._failure(process, "the fork server, from which the workers were started, died")
             if not process.finished:
                 raise self._failure(process, f"rank {process.rank} {process.how_it_ended()}")
         for process in waiting:
@@ -284,11 +320,12 @@ class _Run:
         for process in self.processes:
             if not process.finished:
                 process.kill()
-        deadline = time.monotonic() + KILL_LIMIT_S
+        now = time.monotonic()
         for process in self.processes:
-            if not process.gone(1.0):
+            if not process.gone(max(0.0, now + LAST_STEPS_S - time.monotonic())):
                 process.kill()
-                process.gone(max(0.0, deadline - time.monotonic()))
+        for process in self.processes:
+            process.gone(max(0.0, now + KILL_LIMIT_S - time.monotonic()))
         self._reap()
         for process in self.processes:
             process.close()

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import pickle
 import struct
+import threading
 from multiprocessing.reduction import DupFd
 from typing import Any
+
+import cloudpickle
 
 _LENGTH = struct.Struct("<Q")
 
@@ -16,13 +19,15 @@ class Outbox:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self._one_at_a_time = threading.Lock()  # a worker may report from any of its threads
 
     def send(self, kind: str, content: Any) -> None:
         """Raises whatever `pickle` raises for content that cannot be sent; then nothing has been written."""
-        body = pickle.dumps((kind, content), protocol=pickle.HIGHEST_PROTOCOL)
+        body = cloudpickle.dumps((kind, content))  # by value where it is defined in a notebook's cell
         unsent = memoryview(_LENGTH.pack(len(body)) + body)
-        while unsent:
-            unsent = unsent[os.write(self.fd, unsent) :]
+        with self._one_at_a_time:
+            while unsent:
+                unsent = unsent[os.write(self.fd, unsent) :]
 
     def __reduce__(self) -> tuple[object, ...]:
         return _arrive, (DupFd(self.fd),)
@@ -41,7 +46,10 @@ class Inbox:
         os.set_blocking(fd, False)
 
     def receive(self) -> list[tuple[str, Any]]:
-        """All messages that have arrived whole since the last call; never waits."""
+        """All messages that have arrived whole since the last call; never waits.
+
+        Raises whatever `pickle` raises for content that can be sent but not be read.
+        """
         self._fill()
         messages = []
         while len(self._received) >= _LENGTH.size:
@@ -53,7 +61,10 @@ class Inbox:
         return messages
 
     def close(self) -> None:
-        os.close(self.fd)
+        """Closing twice does no harm."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     def _fill(self) -> None:
         while True:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import multiprocessing
+import multiprocessing.connection
 import os
 import select
 import signal
@@ -18,7 +20,7 @@ import torch
 
 from torch_parallel.communicator import Communicator
 from torch_parallel.mailbox import Outbox
-from torch_parallel.status import RETURNING
+from torch_parallel.status import COMPUTING, RETURNING
 from torch_parallel.transport.shared_memory import SharedMemoryTransport, Wiring
 
 
@@ -40,6 +42,7 @@ class Assignment:
 def main(assignment: Assignment) -> None:
     """Runs the worker function, sends its result or its error to the launcher, and ends the process."""
     end_with_parent()
+    multiprocessing.current_process().daemon = False  # may start processes of its own, such as a DataLoader's
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # where there is no fork server to inherit the mask from
     _prefix_warnings(assignment.rank)
     exit_code = 1
@@ -47,17 +50,25 @@ def main(assignment: Assignment) -> None:
         torch.set_num_threads(assignment.threads)
         communicator = _communicator(assignment)
         function, arguments = cloudpickle.loads(assignment.call)
+        communicator.status.phase(COMPUTING)
         result = function(communicator, *arguments)
         communicator.status.phase(RETURNING)
-        assignment.outbox.send("result", cloudpickle.dumps(result))
+        assignment.outbox.send("result", result)
         exit_code = 0
-    except BaseException as error:
-        if not isinstance(error, SystemExit):
-            assignment.outbox.send("error", (f"{type(error).__name__}: {error}", traceback.format_exc()))
+    except BaseException as error:  # sys.exit() too: whatever its code, the worker has not returned a result
+        assignment.outbox.send("error", (_headline(error), traceback.format_exc()))
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(Exception):  # `| head` has closed the other end
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(exit_code)  # at once: whatever threads the worker function left do not hold the run up
+
+
+def _headline(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__}, of which str() fails"
 
 
 def end_with_parent() -> None:

@@ -15,6 +15,7 @@ from torch_parallel.training.optimizers import DEFAULT_LR, OPTIMIZERS
 from torch_parallel.workloads import DATASETS, MODELS
 
 DTYPES = ("float32", "float64")
+DEFAULT_EPOCHS = {"digits": 10}
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -38,7 +39,9 @@ class RunConfig:
         "and trains nothing (default: all GPUs and at least 2)",
     )
     batch_size: int = flag(64, "samples of one optimizer step over all workers together (the global batch)")
-    epochs: int = flag(3, "passes over the training data")
+    epochs: int | None = flag(
+        None, "passes over the training data (default: 3, and 10 for digits, which has few samples)"
+    )
     lr: float | None = flag(
         None,
         "learning rate (default: "
@@ -75,7 +78,7 @@ class RunConfig:
                 f"{self.strategy} needs at least {servers + 1}: rank 0 is the server, the others train",
             )
         self._check("batch_size", self.batch_size >= 1, "a step needs at least 1 sample")
-        self._check("epochs", self.epochs >= 1, "at least 1 epoch is needed")
+        self._check("epochs", self.epochs is None or self.epochs >= 1, "at least 1 epoch is needed")
         self._check("lr", self.lr is None or (math.isfinite(self.lr) and self.lr >= 0), "it must be finite and not < 0")
         self._check("momentum", 0 <= self.momentum < 1, "it must lie in [0, 1)")
         self._check("weight_decay", 0 <= self.weight_decay < math.inf, "it must be finite and not < 0")
@@ -83,6 +86,10 @@ class RunConfig:
         self._check("seed", 0 <= self.seed < 2**63, "it must lie in [0, 2^63)")
         self._check("bucket_mb", 0 < self.bucket_mb < math.inf, "it must be finite and > 0")
         self._check("deadline_s", 0 < self.deadline_s < math.inf, "it must be finite and > 0")
+
+    def epochs_on(self, dataset: str) -> int:
+        """`epochs`, or the default for the data set of that name."""
+        return DEFAULT_EPOCHS.get(dataset, 3) if self.epochs is None else self.epochs
 
     @property
     def learning_rate(self) -> float:

@@ -103,7 +103,7 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         self.model.train()
-        for epoch in range(1, self.config.epochs + 1):
+        for epoch in range(1, self.config.epochs_on(self.dataset.name) + 1):
             loss_sum, spent, train_s, samples_per_s = self._train_epoch(epoch)
             self._finish_epoch(epoch, loss_sum, spent, train_s, samples_per_s)
         if self.communicator.worker_index != 0:

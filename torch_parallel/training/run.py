@@ -63,7 +63,7 @@ def train(
     model_is_given = make_model is not None
     make_model = make_model or partial(build_model, config.model, dataset.image_shape, dataset.class_count)
     model_name = getattr(make_model, "__name__", "model") if model_is_given else config.model
-    config = replace(config, n_gpus=n, train_size=len(dataset.train_targets))
+    config = replace(config, n_gpus=n, train_size=len(dataset.train_targets), epochs=config.epochs_on(dataset.name))
     folder = RunFolder(config.results_dir, f"{config.strategy}_{model_name}_{dataset.name}_n{n}")
     folder.write_manifest(
         **environment(), config=asdict(config), model=model_name, dataset=data_line, device=device, status="running"
@@ -113,7 +113,12 @@ class _Display:
         self.threads = threads_per_worker(config.n_gpus or 1)
         self.steps = step_count(len(dataset.train_targets), config.batch_size)
         # disable=None: no bar where the output is not a terminal
-        self.bar = tqdm(total=self.steps * config.epochs, unit="step", disable=None if verbose else True, leave=False)
+        self.bar = tqdm(
+            total=self.steps * config.epochs_on(dataset.name),
+            unit="step",
+            disable=None if verbose else True,
+            leave=False,
+        )
 
     def say(self, line: str) -> None:
         if self.verbose:

@@ -29,7 +29,7 @@ from torch_parallel.collectives.proof import examine
 from torch_parallel.collectives.schedule import Collective, Receive, Send, chunk_bounds
 
 TEXT_LIMIT = 200
-"""Characters (ASCII) of a text that ranks agree on."""
+"""Bytes (UTF-8) of a text that ranks agree on; what is longer is cut."""
 
 READY, READ = 0, 1
 """The two kinds of signal: "my chunk is ready for you" and "I have read the last of yours"."""
@@ -149,7 +149,7 @@ class Transport(ABC):
         Raises TransportError naming the first rank whose text differs from this rank's, and both texts.
         """
         self.settle()
-        text = text[:TEXT_LIMIT]
+        text = text.encode()[:TEXT_LIMIT].decode(errors="ignore")
         self._describe(text)
         peers = [peer for peer in range(self.world_size) if peer != self.rank]
         for peer in peers:
