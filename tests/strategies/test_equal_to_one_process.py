@@ -1,5 +1,5 @@
-"""With the same seed and global batch every synchronous strategy gives, step after step, the parameters that one process
-gives on the whole batch, and the same bits on all ranks.
+"""With the same seed and global batch every synchronous strategy gives, step after step, the parameters that one
+process gives on the whole batch, and the same bits on all ranks.
 
 The reference is a plain loop in one process. It shares nothing with the package but the models.
 """

@@ -20,8 +20,9 @@ class AllReduce(Strategy):
             bucket.publish()
             self.transport.perform(self.collective, bucket.shared, f"gradients of bucket {bucket.index}")
 
-    def update(self, bucket: Bucket, scale: float = 1.0) -> None:
-        self._optimize(bucket, scale)
+    def update(self, bucket: Bucket, scale: float | None = 1.0) -> None:
+        if scale is not None:
+            self._optimize(bucket, scale)
 
 
 class RingAllReduce(AllReduce):

@@ -5,7 +5,11 @@ for one bucket of gradients at a time:
 
 - `reduce(bucket)` brings the sum of all workers' gradients to where the update is made;
 - `update(bucket, scale)` makes it there, of `scale` times the gradient, and when it returns this rank's parameters hold
-  the next step's values.
+  the next step's values. A scale of None means that the step is skipped: parameters stay as they are.
+
+Plain runs call the two back to back, bucket by bucket. Clipping the global norm and skipping steps that are not finite
+reduce all buckets first and agree on the scale, so that no step is half applied. They agree without a message: the
+norm of the reduced gradients comes from the same bits everywhere.
 
 Each worker's loss is the sum over its samples divided by the samples of all workers, so the plain sum of gradients is
 the gradient of the mean over the whole batch, however unevenly the batch is split. A rank without samples, a server
@@ -14,6 +18,7 @@ among them, skips forward and backward and takes part in every exchange all the 
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -21,12 +26,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from torch_parallel.communicator import Communicator
 from torch_parallel.gradients.buckets import Bucket, NamedParameters, cut_into_buckets
 from torch_parallel.status import EXCHANGING, UPDATING
+from torch_parallel.strategies.replicas import give_everyone_the_same
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +60,14 @@ class Strategy(ABC):
         optimizer_factory: OptimizerFactory,
         communicator: Communicator,
         bucket_bytes: int = 25 << 20,
+        clip_norm: float | None = None,
+        skip_not_finite: bool = False,
     ) -> None:
+        self.clip_norm = clip_norm
+        self.skip_not_finite = skip_not_finite
+        self.last_norm: float | None = None
+        """With clipping, the norm of the last step's whole mean gradient, on the ranks that update."""
+        self.skipped_steps = 0
         self.model = model
         self.communicator = communicator
         self.transport = communicator.transport
@@ -62,6 +75,7 @@ class Strategy(ABC):
         self.update_s = 0.0
         give_everyone_the_same(model, communicator)
         groups = cut_into_buckets(model.named_parameters(), bucket_bytes)
+        self._frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
         self.buckets = [Bucket(index, group, self.transport.share) for index, group in enumerate(groups)]
         self.optimizers = [optimizer_factory(bucket.parameters) for bucket in self.buckets] if self.updates_here else []
 
@@ -75,26 +89,63 @@ class Strategy(ABC):
         """Brings the sum of all workers' gradients to where the update is made."""
 
     @abstractmethod
-    def update(self, bucket: Bucket, scale: float = 1.0) -> None:
-        """Returns with the next parameters on this rank."""
+    def update(self, bucket: Bucket, scale: float | None = 1.0) -> None:
+        """Returns with the next parameters on this rank; with a scale of None, with the present ones."""
 
     def begin_step(self) -> None:
-        """Clears the gradients, once no peer reads the last step's any more."""
+        """Clears the gradients, once no peer reads the last step's any more.
+
+        Raises RuntimeError for a parameter that was frozen at set-up and is not any more: nobody would exchange it.
+        """
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name} was frozen when the strategy was made and is trainable now: unfreeze it before, "
+                    "or make a new strategy"
+                )
         with self._exchanging():
             self.transport.settle()
         for bucket in self.buckets:
             bucket.zero()
 
     def step(self) -> None:
-        """Exchanges all gradients and updates all parameters. Raises NotFinite before anything is exchanged."""
+        """Exchanges all gradients and updates all parameters.
+
+        Raises NotFinite before anything is exchanged, unless such steps are to be skipped.
+        """
+        if not self.skip_not_finite:
+            self._stop_if_not_finite()
+        if self.clip_norm is None and not self.skip_not_finite:
+            for bucket in self.buckets:
+                self.reduce(bucket)
+                self.update(bucket)
+            return
+        for bucket in self.buckets:
+            self.reduce(bucket)
+        scale = self._agreed_scale()
+        for bucket in self.buckets:
+            self.update(bucket, scale)
+
+    def _stop_if_not_finite(self) -> None:
         for bucket in self.buckets:
             if not torch.isfinite(bucket.gradients.sum()):
                 raise NotFinite(f"the gradient of {_first_not_finite(bucket)} is NaN or infinite")
-        for bucket in self.buckets:
-            self.reduce(bucket)
-            self.update(bucket)
+
+    def _agreed_scale(self) -> float | None:
+        """What the reduced gradients are multiplied by; None where they are not finite and the step is skipped."""
+        if not self.updates_here:
+            return 1.0
+        norms = [torch.linalg.vector_norm(bucket.shared.local[: bucket.numel]) for bucket in self.buckets]
+        self.last_norm = norm = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms])).item()
+        if not math.isfinite(norm):
+            self.skipped_steps += 1
+            return None
+        # as torch.nn.utils.clip_grad_norm_ does
+        return 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + 1e-6))
 
     def _optimize(self, bucket: Bucket, scale: float) -> None:
+        with self._exchanging():
+            self.transport.settle()  # from here on the gradients may be written: by the scale, and by some optimizers
         start_s = time.perf_counter()
         self.communicator.status.phase(UPDATING)
         bucket.collect()
@@ -109,29 +160,6 @@ class Strategy(ABC):
         self.communicator.status.phase(EXCHANGING)
         yield
         self.exchange_s += time.perf_counter() - start_s
-
-
-def give_everyone_the_same(model: nn.Module, communicator: Communicator) -> None:
-    """Compares names, shapes and dtypes over the ranks, then gives all ranks rank 0's parameters and buffers.
-
-    Raises TransportError naming the first tensor that differs.
-    """
-    tensors = list(model.named_parameters()) + list(model.named_buffers())
-    for name, tensor in tensors:
-        trainable = " (trainable)" if tensor.requires_grad else ""
-        communicator.transport.agree(f"set up {name[:120]} {list(tensor.shape)} {tensor.dtype}{trainable}")
-    communicator.transport.agree(f"set up a model of {len(tensors)} tensors")
-    broadcast_all([tensor for _, tensor in tensors], communicator, root=0)
-
-
-def broadcast_all(tensors: list[Tensor], communicator: Communicator, root: int) -> None:
-    """Replaces every tensor by rank `root`'s: one message for each dtype."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        same = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.reshape(-1) for tensor in same])
-        communicator.broadcast(flat, root)
-        for tensor, values in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
-            tensor.copy_(values.view(tensor.shape))
 
 
 def _first_not_finite(bucket: Bucket) -> str:

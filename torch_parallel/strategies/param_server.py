@@ -43,8 +43,8 @@ class ParamServer(Strategy):
             bucket.publish()
             self.transport.perform(PUSH, bucket.shared, f"gradients of bucket {bucket.index}")
 
-    def update(self, bucket: Bucket, scale: float = 1.0) -> None:
-        if self.updates_here:
+    def update(self, bucket: Bucket, scale: float | None = 1.0) -> None:
+        if self.updates_here and scale is not None:
             # Nobody reads the old parameters any more: `begin_step` settled that, and every bucket has its own buffer.
             self._optimize(bucket, scale)
         with self._exchanging():

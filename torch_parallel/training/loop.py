@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch_parallel.communicator import Communicator
 from torch_parallel.status import COMPUTING, EVALUATING
 from torch_parallel.strategies import STRATEGIES, NotFinite
-from torch_parallel.strategies.base import broadcast_all
+from torch_parallel.strategies.replicas import broadcast_all
 from torch_parallel.training.config import RunConfig
 from torch_parallel.training.evaluate import count_correct
 from torch_parallel.training.optimizers import make_optimizer

@@ -1,0 +1,168 @@
+"""Checkpoints: everything a run needs to go on as if it had never stopped, in a file that plain `torch.load` reads.
+
+A checkpoint holds the bare model's state_dict, the optimizer's state by parameter name, the step, the place in the
+epoch's permutation, the history, and for each rank its random states and its BatchNorm statistics. Nothing in it
+depends on the number of processes, the strategy or the bucket size, except each rank's own part, which only a run with
+as many ranks takes up: such a run continues to the bit.
+
+A file is complete or it is not there: it is written to a temporary name, brought to disk, and renamed. Only then is it
+announced, and only then are older ones removed.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from torch_parallel.strategies import Strategy
+
+FORMAT = 1
+KEEP = 3
+"""So many of the newest checkpoints stay."""
+_NAME = re.compile(r"step_(\d{9})\.pt")
+
+
+class CheckpointError(Exception):
+    """A checkpoint that is not there, damaged, or of another run. One line, with what to do."""
+
+
+def path_for(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:09d}.pt"
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The finished checkpoints of a folder, oldest first. What was being written when a run was killed is not one."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+
+
+def save(content: dict[str, Any], folder: Path, step: int) -> Path:
+    """Writes the checkpoint of `step` and removes all but the newest. Raises OSError; then no older one is touched."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = path_for(folder, step)
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    _sync_folder(folder)
+    for old in complete_checkpoints(folder)[:-KEEP]:
+        old.unlink()
+    for unfinished in folder.glob("*.tmp"):
+        unfinished.unlink()
+    return path
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def find(path: str) -> Path:
+    """The checkpoint that `--resume PATH` means: a file, or the newest in a run's folder.
+
+    Raises CheckpointError where there is none, and where the one meant is damaged: an earlier complete one is named,
+    and is never taken silently.
+    """
+    given = Path(path)
+    if given.is_dir():
+        candidates = complete_checkpoints(given) or complete_checkpoints(given / "checkpoints")
+        if not candidates:
+            raise CheckpointError(f"--resume {path}: there is no checkpoint in this folder")
+        given = candidates[-1]
+    if not given.is_file():
+        raise CheckpointError(f"--resume {path}: there is no such file or folder")
+    fault = _fault(given)
+    if fault is not None:
+        older = [other for other in complete_checkpoints(given.parent) if other.name < given.name]
+        complete = next((other for other in reversed(older) if _fault(other) is None), None)
+        remedy = f"an earlier one is complete: --resume {complete}" if complete else "no earlier one is complete"
+        raise CheckpointError(f"--resume {given}: the file is damaged ({fault}); {remedy}")
+    return given
+
+
+def _fault(path: Path) -> str | None:
+    """What is wrong with the file, None if nothing: every byte is checked against the checksums it was stored with."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            bad = archive.testzip()
+        if bad is not None:
+            return f"{bad} does not match its checksum"
+        if load(path).get("format") != FORMAT:
+            return f"not a checkpoint of format {FORMAT}"
+    except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+        return str(error).splitlines()[0] or type(error).__name__
+    return None
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The content, its tensors mapped from the file: any number of ranks may load it and memory holds it once."""
+    content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True)
+    return content
+
+
+def optimizer_state(strategy: Strategy) -> dict[str, dict[str, Any]]:
+    """Parameter name -> its state in the optimizer, on the CPU; {} on a rank that updates nothing."""
+    state: dict[str, dict[str, Any]] = {}
+    for name, parameter, optimizer in _updated(strategy):
+        if parameter in optimizer.state:
+            state[name] = {
+                key: value.detach().cpu().clone() if isinstance(value, Tensor) else value
+                for key, value in optimizer.state[parameter].items()
+            }
+    return state
+
+
+def restore_optimizers(strategy: Strategy, state: dict[str, dict[str, Any]]) -> None:
+    """Gives the optimizers of this rank the state of their own parameters, however these are cut into buckets."""
+    for bucket, optimizer in zip(strategy.buckets, strategy.optimizers, strict=False):
+        names = [name for name, _ in bucket.parameters]
+        own = {index: state[name] for index, name in enumerate(names) if name in state}
+        optimizer.load_state_dict({"state": own, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _updated(strategy: Strategy) -> Iterator[tuple[str, nn.Parameter, torch.optim.Optimizer]]:
+    for bucket, optimizer in zip(strategy.buckets, strategy.optimizers, strict=False):
+        for name, parameter in bucket.parameters:
+            yield name, parameter, optimizer
+
+
+def rank_state(model: nn.Module, loss_sum: float) -> dict[str, Any]:
+    """What is this rank's alone: random states, buffers, and the losses of the epoch so far."""
+    kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+    return {
+        "torch_rng": torch.get_rng_state(),
+        "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "numpy_rng": [kind, torch.from_numpy(numpy.asarray(keys, dtype=numpy.int64)), position, has_gauss, gauss],
+        "python_rng": random.getstate(),
+        "buffers": {name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers()},
+        "loss_sum": loss_sum,
+    }
+
+
+def restore_rank(model: nn.Module, state: dict[str, Any]) -> None:
+    """The reverse of `rank_state`, for the rank that made it."""
+    torch.set_rng_state(state["torch_rng"].clone())
+    if state["cuda_rng"] is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda_rng"].clone())
+    kind, keys, position, has_gauss, gauss = state["numpy_rng"]
+    numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), position, has_gauss, gauss))
+    random.setstate(state["python_rng"])
+    buffers = dict(model.named_buffers())
+    for name, value in state["buffers"].items():
+        buffers[name].copy_(value)
