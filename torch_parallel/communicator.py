@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +81,22 @@ class Communicator:
     def share(self, numel: int, dtype: torch.dtype = torch.float32) -> SharedBuffer:
         """A new buffer [numel] of every rank that peers can read; see `Transport.share`."""
         return self.transport.share(numel, dtype)
+
+    def gather(self, thing: Any, root: int = 0) -> list[Any] | None:
+        """Every rank's picklable `thing`, by rank, on `root`; None elsewhere. All ranks call it."""
+        data = pickle.dumps(thing)
+        sizes = torch.zeros(self.world_size, dtype=torch.int64)
+        sizes[self.rank] = len(data)
+        self.all_reduce(sizes)
+        self.transport.agree("gather objects")  # nobody uses the buffer any more
+        buffer = self._buffer(int(sizes.max()), torch.uint8)
+        buffer.local[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self.transport.agree("read the objects gathered")
+        if self.rank != root:
+            return None
+        return [
+            pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(buffer.parts, sizes.tolist(), strict=True)
+        ]
 
     def report(self, message: Any) -> None:
         """Sends a picklable message to `on_message` of the launcher."""

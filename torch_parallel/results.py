@@ -6,13 +6,17 @@ other and compared. It grows while the run goes on: an interrupted run keeps the
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import datetime
 import json
 import os
 import platform
+import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +45,7 @@ COLUMNS = (
     "test_accuracy",
     "train_s",
     "samples_per_s",
+    "skipped_steps",
     "rank",
     "role",  # worker or server
     "compute_s",
@@ -64,7 +69,8 @@ class RunFolder:
 
     def __init__(self, results_dir: str, name: str) -> None:
         started = datetime.datetime.now().astimezone()
-        self.path = _new_folder(Path(results_dir), f"{started:%Y-%m-%d_%H%M%S}_{name}")
+        name = re.sub(r"[^\w.-]+", "", name)  # it may hold the name of a user's function, "<lambda>" among them
+        self.path = _new_folder(Path(os.path.expanduser(results_dir)), f"{started:%Y-%m-%d_%H%M%S}_{name}")
         self._manifest: dict[str, Any] = {"run_id": self.run_id, "started": started.isoformat(timespec="seconds")}
 
     @property
@@ -77,6 +83,19 @@ class RunFolder:
         temporary = self.path / "manifest.json.tmp"
         temporary.write_text(json.dumps(self._manifest, indent=2) + "\n")
         os.replace(temporary, self.path / "manifest.json")
+
+    @contextlib.contextmanager
+    def running(self, **entries: Any) -> Iterator[None]:
+        """Adds entries and keeps the status: running, then completed, interrupted, or failed and with which error."""
+        self.write_manifest(**entries, status="running")
+        try:
+            yield
+        except BaseException as error:
+            failed = {"status": "failed", "error": str(error)}
+            with contextlib.suppress(OSError):  # the first error is the one to tell
+                self.write_manifest(**(failed if isinstance(error, Exception) else {"status": "interrupted"}))
+            raise
+        self.write_manifest(status="completed")
 
     def append_rows(self, rows: list[dict[str, Any]]) -> None:
         """Adds rows with the names of COLUMNS to runs.csv."""
@@ -115,7 +134,7 @@ def environment() -> dict[str, Any]:
 
     cards = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "commit": _commit(),
         "machine": {
             "system": f"{platform.system()} {platform.release()}",
@@ -134,8 +153,10 @@ def environment() -> dict[str, Any]:
 
 def _commit() -> str | None:
     """The commit of the code that runs, with "+changes" where files differ from it; None outside a repository."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+    git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent)]  # it writes nothing, and stops no commit
     try:
+        # a package that is installed below somebody else's repository is not part of it
+        subprocess.run([*git, "ls-files", "--error-unmatch", Path(__file__).name], capture_output=True, check=True)
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
         changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

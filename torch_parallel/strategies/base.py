@@ -92,6 +92,12 @@ class Strategy(ABC):
     def update(self, bucket: Bucket, scale: float | None = 1.0) -> None:
         """Returns with the next parameters on this rank; with a scale of None, with the present ones."""
 
+    def set_learning_rate(self, lr: float) -> None:
+        """For the steps to come; without effect on a rank that updates nothing."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
     def begin_step(self) -> None:
         """Clears the gradients, once no peer reads the last step's any more.
 

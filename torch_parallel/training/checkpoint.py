@@ -116,6 +116,11 @@ def load(path: Path) -> dict[str, Any]:
     return content
 
 
+def on_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies that share no memory with the model."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+
+
 def optimizer_state(strategy: Strategy) -> dict[str, dict[str, Any]]:
     """Parameter name -> its state in the optimizer, on the CPU; {} on a rank that updates nothing."""
     state: dict[str, dict[str, Any]] = {}

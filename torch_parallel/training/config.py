@@ -12,8 +12,10 @@ from typing import Any, NoReturn, get_type_hints
 
 from torch_parallel.strategies import STRATEGIES
 from torch_parallel.training.optimizers import DEFAULT_LR, OPTIMIZERS
+from torch_parallel.training.schedule import SCHEDULES
 from torch_parallel.workloads import DATASETS, MODELS
 
+NOT_FINITE = ("stop", "skip")
 DTYPES = ("float32", "float64")
 DEFAULT_EPOCHS = {"digits": 10}
 DEVICES = ("auto", "cpu", "cuda")
@@ -62,12 +64,20 @@ class RunConfig:
     seed: int = flag(0, "seed of initial weights, sample order, subset and dropout")
     device: str = flag("auto", "where workers train; auto takes the GPUs where there are any", DEVICES)
     dtype: str = flag("float32", "type of parameters and gradients", DTYPES)
+    lr_schedule: str = flag("constant", "how the learning rate falls after the warm-up", tuple(SCHEDULES))
+    warmup_steps: int = flag(0, "steps over which the learning rate rises linearly")
+    accumulate: int = flag(1, "micro-batches into which each worker splits its share of a step, to save memory")
+    clip_norm: float | None = flag(None, "largest norm of the whole gradient, clipped after averaging (default: none)")
+    not_finite: str = flag("stop", "what all ranks do about a NaN or infinite gradient", NOT_FINITE)
+    check_replicas: int = flag(0, "compare the parameters of all ranks every so many steps; 0 is never")
+    checkpoint_every: int = flag(0, "save a checkpoint every so many steps, and at the end; 0 is never")
+    resume: str | None = flag(None, "checkpoint, or folder of a run, to go on from")
     bucket_mb: float = flag(25.0, "MiB of gradients that are exchanged together")
     results_dir: str = flag("results/runs", "folder in which the run makes a folder for its manifest.json and runs.csv")
     deadline_s: float = flag(300.0, "seconds after which a wait for a silent rank ends the run")
 
     def __post_init__(self) -> None:
-        for name in ("strategy", "optimizer", "model", "dataset", "device", "dtype"):
+        for name in ("strategy", "optimizer", "model", "dataset", "device", "dtype", "lr_schedule", "not_finite"):
             self._check_choice(name)
         servers = STRATEGIES[self.strategy].server_count
         if self.n_gpus is not None:
@@ -84,6 +94,11 @@ class RunConfig:
         self._check("weight_decay", 0 <= self.weight_decay < math.inf, "it must be finite and not < 0")
         self._check("train_size", self.train_size is None or self.train_size >= 1, "at least 1 sample is needed")
         self._check("seed", 0 <= self.seed < 2**63, "it must lie in [0, 2^63)")
+        self._check("warmup_steps", self.warmup_steps >= 0, "it must not be < 0")
+        self._check("accumulate", self.accumulate >= 1, "at least 1 micro-batch is needed")
+        self._check("clip_norm", self.clip_norm is None or 0 < self.clip_norm < math.inf, "it must be finite and > 0")
+        self._check("check_replicas", self.check_replicas >= 0, "it must not be < 0")
+        self._check("checkpoint_every", self.checkpoint_every >= 0, "it must not be < 0")
         self._check("bucket_mb", 0 < self.bucket_mb < math.inf, "it must be finite and > 0")
         self._check("deadline_s", 0 < self.deadline_s < math.inf, "it must be finite and > 0")
 

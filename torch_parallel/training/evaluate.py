@@ -20,9 +20,9 @@ def count_correct(
 ) -> tuple[float, int, int]:
     """Sum of the losses, correct predictions, and samples, of `inputs` [n, ...] and `targets` [n].
 
-    `prepare` makes a batch of inputs what the model is fed. The model is left in the mode it was in.
+    `prepare` makes a batch of inputs what the model is fed. Every module is left in the mode it was in.
     """
-    was_training = model.training
+    training = [module for module in model.modules() if module.training]
     model.eval()
     loss_sum, correct = 0.0, 0
     with torch.inference_mode():
@@ -32,5 +32,6 @@ def count_correct(
             logits = model(prepare(inputs[batch].to(device)))
             loss_sum += cross_entropy(logits, wanted, reduction="sum").item()
             correct += int((logits.argmax(1) == wanted).sum())
-    model.train(was_training)
+    for module in training:
+        module.training = True
     return loss_sum, correct, len(targets)

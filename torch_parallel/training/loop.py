@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -15,13 +17,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from torch_parallel.communicator import Communicator
-from torch_parallel.status import COMPUTING, EVALUATING
-from torch_parallel.strategies import STRATEGIES, NotFinite
-from torch_parallel.strategies.replicas import broadcast_all
+from torch_parallel.status import COMPUTING, EVALUATING, SAVING
+from torch_parallel.strategies import STRATEGIES, NotFinite, Strategy
+from torch_parallel.strategies.replicas import ReplicasDiffer, broadcast_all, check_replicas
+from torch_parallel.training import checkpoint
 from torch_parallel.training.config import RunConfig
 from torch_parallel.training.evaluate import count_correct
 from torch_parallel.training.optimizers import make_optimizer
-from torch_parallel.training.sampler import batches, shard
+from torch_parallel.training.record import Epoch, RankEpoch, Saved
+from torch_parallel.training.sampler import batches, shard, step_count
+from torch_parallel.training.schedule import factor
 from torch_parallel.workloads import Dataset
 
 TENSORS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
@@ -34,40 +39,22 @@ class Job:
     config: RunConfig
     dataset: Dataset
     make_model: Callable[[], nn.Module]
+    checkpoint_folder: str = ""
+    resume_from: str | None = None  # a checkpoint that was found complete
 
 
-def make_job(config: RunConfig, dataset: Dataset, make_model: Callable[[], nn.Module]) -> tuple[Job, dict[str, Tensor]]:
+def make_job(
+    config: RunConfig,
+    dataset: Dataset,
+    make_model: Callable[[], nn.Module],
+    checkpoint_folder: str = "",
+    resume_from: str | None = None,
+) -> tuple[Job, dict[str, Tensor]]:
     """The job, and the tensors to `launch(..., shared=...)` beside it."""
     tensors = {name: getattr(dataset, name) for name in TENSORS}
     nothing = torch.empty(0)
     without = replace(dataset, train_inputs=nothing, train_targets=nothing, test_inputs=nothing, test_targets=nothing)
-    return Job(config, without, make_model), tensors
-
-
-@dataclass
-class RankEpoch:
-    """What one rank spent on the training part of one epoch; evaluation is not in it."""
-
-    compute_s: float = 0.0
-    exchange_s: float = 0.0  # without the waiting
-    wait_s: float = 0.0
-    update_s: float = 0.0
-    waited_for_s: list[float] = field(default_factory=list)  # by peer
-    received_bytes: list[int] = field(default_factory=list)  # by peer
-
-
-@dataclass
-class Epoch:
-    """One line of a run's history. Losses are means over all samples of all workers, accuracy over all test samples."""
-
-    epoch: int
-    steps: int
-    train_loss: float
-    test_loss: float
-    test_accuracy: float
-    train_s: float  # the training part, on the first worker
-    samples_per_s: float  # of all workers; the run's first step, which warms up, is left out
-    ranks: list[RankEpoch]
+    return Job(config, without, make_model, checkpoint_folder, resume_from), tensors
 
 
 def train_worker(communicator: Communicator, job: Job) -> dict[str, Any]:
@@ -80,13 +67,45 @@ class Trainer:
 
     def __init__(self, communicator: Communicator, job: Job) -> None:
         self.communicator = communicator
+        self.job = job
         self.config = config = job.config
         self.dataset = job.dataset
         self.data = {name: communicator.shared[name] for name in TENSORS}
+        self.train_size, self.test_size = len(self.data["train_targets"]), len(self.data["test_targets"])
         self.dtype = getattr(torch, config.dtype)
+        self.epochs = config.epochs_on(job.dataset.name)
+        self.total_steps = self.epochs * step_count(self.train_size, config.batch_size)
+        self.steps_done = 0  # of the run
+        self.samples_done = 0  # of the present epoch, by all workers
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=communicator.device)  # of the present epoch
+        self.off_the_clock_s = 0.0
+        self.history: list[Epoch] = []
         torch.manual_seed(config.seed)
         self.model = job.make_model().to(communicator.device, self.dtype)
-        self.strategy = STRATEGIES[config.strategy](
+        saved = checkpoint.load(Path(job.resume_from)) if job.resume_from else None
+        if saved is not None:
+            self.model.load_state_dict(saved["model"])
+        self.strategy = self._make_strategy()
+        _seed_draws(config.seed, communicator.rank)
+        if saved is not None:
+            self._restore(saved)
+
+    def run(self) -> dict[str, Any]:
+        self.model.train()
+        first_epoch = len(self.history) + 1
+        for epoch in range(first_epoch, self.epochs + 1):
+            spent, train_s, rate = self.train_epoch(epoch, warms_up=epoch == first_epoch)
+            self._finish_epoch(epoch, spent, train_s, rate)
+        if self.config.checkpoint_every and self.steps_done % self.config.checkpoint_every:
+            self._save()
+        if self.communicator.worker_index != 0:
+            return {}
+        weights = checkpoint.on_cpu(self.model.state_dict())
+        return {"history": [asdict(epoch) for epoch in self.history], "weights": weights}
+
+    def _make_strategy(self) -> Strategy:
+        config = self.config
+        return STRATEGIES[config.strategy](
             self.model,
             partial(
                 make_optimizer,
@@ -95,72 +114,81 @@ class Trainer:
                 momentum=config.momentum,
                 weight_decay=config.weight_decay,
             ),
-            communicator,
+            self.communicator,
             bucket_bytes=int(config.bucket_mb * 2**20),
+            clip_norm=config.clip_norm,
+            skip_not_finite=config.not_finite == "skip",
         )
-        _seed_draws(config.seed, communicator.rank)
-        self.history: list[Epoch] = []
 
-    def run(self) -> dict[str, Any]:
-        self.model.train()
-        for epoch in range(1, self.config.epochs_on(self.dataset.name) + 1):
-            loss_sum, spent, train_s, samples_per_s = self._train_epoch(epoch)
-            self._finish_epoch(epoch, loss_sum, spent, train_s, samples_per_s)
-        if self.communicator.worker_index != 0:
-            return {}
-        weights = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
-        return {"history": [asdict(epoch) for epoch in self.history], "weights": weights}
-
-    def _train_epoch(self, epoch: int) -> tuple[float, RankEpoch, float, float]:
-        communicator, status = self.communicator, self.communicator.status
-        before = self._spent()
-        loss_sum = torch.zeros((), dtype=torch.float64, device=communicator.device)
-        samples, warm_up = 0, (0.0, 0)
-        start_s = time.perf_counter()
+    def train_epoch(self, epoch: int, warms_up: bool = False) -> tuple[RankEpoch, float, float]:
+        """What this rank spent, the seconds of the training part, and the samples a second of all workers."""
+        before, warm_up = self._spent(), (0.0, self.samples_done)
+        first_sample, start_s = self.samples_done, time.perf_counter()
         for step, (indices, global_count) in enumerate(self._batches(epoch), start=1):
-            status.step(epoch, step, samples)
-            status.phase(COMPUTING)
-            loss_sum += self._step(indices, global_count, step, epoch)
-            samples += global_count
-            if (epoch, step) == (1, 1):
-                warm_up = (time.perf_counter() - start_s, samples)
-        train_s = time.perf_counter() - start_s
-        status.step(epoch, step, samples)
-        steady = samples > warm_up[1]
-        rate = (samples - warm_up[1]) / (train_s - warm_up[0]) if steady else samples / train_s
-        return loss_sum.item(), self._spent_since(before, train_s), train_s, rate
+            self._step(indices, global_count, step, epoch)
+            if warms_up and step == 1:
+                warm_up = (time.perf_counter() - start_s, self.samples_done)
+        train_s = time.perf_counter() - start_s - (self.off_the_clock_s - before.off_the_clock_s)
+        if warm_up[1] == self.samples_done:  # there was one step only, or none
+            warm_up = (0.0, first_sample)
+        rate = (self.samples_done - warm_up[1]) / max(train_s - warm_up[0], 1e-9)
+        self.communicator.status.step(epoch, step_count(self.train_size, self.config.batch_size), self.samples_done)
+        self.samples_done = 0
+        return self._spent_since(before, train_s), train_s, rate
 
-    def _step(self, indices: Tensor, global_count: int, step: int, epoch: int) -> Tensor:
-        """One optimizer step; returns the sum of this rank's losses."""
+    def _step(self, indices: Tensor, global_count: int, step: int, epoch: int) -> None:
+        """One optimizer step, and what is due after it."""
+        config, status = self.config, self.communicator.status
+        status.step(epoch, step, self.samples_done)
+        status.phase(COMPUTING)
+        self.strategy.set_learning_rate(
+            config.learning_rate
+            * factor(config.lr_schedule, self.steps_done + 1, self.total_steps, config.warmup_steps)
+        )
         self.strategy.begin_step()
-        loss_sum = torch.zeros((), device=self.communicator.device)
-        if len(indices):
-            logits = self.model(self._prepare(self.data["train_inputs"][indices].to(self.communicator.device)))
-            targets = self.data["train_targets"][indices].to(self.communicator.device)
-            loss = cross_entropy(logits, targets, reduction="sum") / global_count
-            loss.backward()
-            loss_sum = loss.detach() * global_count
+        for micro_batch in indices.tensor_split(config.accumulate):
+            if len(micro_batch):  # a rank without samples exchanges all the same
+                self._forward_and_backward(micro_batch, global_count)
         try:
             self.strategy.step()
-        except NotFinite as error:
-            raise NotFinite(f"{error} in step {step} of epoch {epoch} on rank {self.communicator.rank}") from None
-        return loss_sum
+            self.steps_done += 1
+            self.samples_done += global_count
+            if config.check_replicas and self.steps_done % config.check_replicas == 0:
+                with self._off_the_clock():
+                    check_replicas(self.model, self.communicator)
+        except (NotFinite, ReplicasDiffer) as error:
+            where = f"in step {step} of epoch {epoch} on rank {self.communicator.rank}"
+            raise type(error)(f"{error} {where}") from None
+        if config.checkpoint_every and self.steps_done % config.checkpoint_every == 0:
+            with self._off_the_clock():
+                self._save()
 
-    def _finish_epoch(self, epoch: int, loss_sum: float, spent: RankEpoch, train_s: float, rate: float) -> None:
+    def _forward_and_backward(self, indices: Tensor, global_count: int) -> None:
+        device = self.communicator.device
+        logits = self.model(self._prepare(self.data["train_inputs"][indices].to(device)))
+        targets = self.data["train_targets"][indices].to(device)
+        loss = cross_entropy(logits, targets, reduction="sum") / global_count
+        loss.backward()
+        self.loss_sum += loss.detach() * global_count
+
+    def _finish_epoch(self, epoch: int, spent: RankEpoch, train_s: float, rate: float) -> None:
         """Evaluates, adds up what all ranks have seen and spent, and tells the launcher."""
         test_loss, correct = self._evaluate()
-        table = self._all_ranks([loss_sum, test_loss, correct, *_numbers(spent)])
+        own = [self.loss_sum.item(), test_loss, correct, self.strategy.skipped_steps, *spent.numbers()]
+        table = self._all_ranks(own)
         record = Epoch(
             epoch=epoch,
-            steps=-(-len(self.data["train_targets"]) // self.config.batch_size),
-            train_loss=table[:, 0].sum().item() / len(self.data["train_targets"]),
-            test_loss=table[:, 1].sum().item() / len(self.data["test_targets"]),
-            test_accuracy=table[:, 2].sum().item() / len(self.data["test_targets"]),
+            steps=step_count(self.train_size, self.config.batch_size),
+            train_loss=table[:, 0].sum().item() / self.train_size,
+            test_loss=table[:, 1].sum().item() / self.test_size,
+            test_accuracy=table[:, 2].sum().item() / self.test_size,
             train_s=train_s,
             samples_per_s=rate,
-            ranks=[_rank_epoch(row[3:].tolist()) for row in table],
+            skipped_steps=int(table[:, 3].max()),
+            ranks=[RankEpoch.from_numbers(row[4:].tolist()) for row in table],
         )
         self.history.append(record)
+        self.loss_sum.zero_()
         if self.communicator.worker_index == 0:
             self.communicator.report(record)
 
@@ -178,14 +206,61 @@ class Trainer:
         )
         return loss_sum, correct
 
+    def _save(self) -> None:
+        """Rank 0, which has parameters and optimizer under every strategy, writes everybody's state to disk."""
+        self.communicator.status.phase(SAVING)
+        ranks = self.communicator.gather(checkpoint.rank_state(self.model, self.loss_sum.item()))
+        if ranks is not None:
+            first_worker = ranks[self.communicator.first_worker]
+            content = {
+                "format": checkpoint.FORMAT,
+                "step": self.steps_done,
+                "samples_done": self.samples_done,
+                "history": [asdict(epoch) for epoch in self.history],
+                "skipped_steps": self.strategy.skipped_steps,
+                "model": {**checkpoint.on_cpu(self.model.state_dict()), **first_worker["buffers"]},
+                "optimizer": checkpoint.optimizer_state(self.strategy),
+                "server_count": self.communicator.server_count,
+                "ranks": ranks,
+                "config": asdict(self.config),
+            }
+            path = checkpoint.save(content, Path(self.job.checkpoint_folder), self.steps_done)
+            self.communicator.report(Saved(self.steps_done, str(path)))
+
+    @contextmanager
+    def _off_the_clock(self) -> Iterator[None]:
+        """What is no part of training leaves no trace in the figures of the epoch."""
+        transport, start_s = self.communicator.transport, time.perf_counter()
+        waited_s, received_bytes = list(transport.waited_s), list(transport.received_bytes)
+        yield
+        transport.waited_s[:], transport.received_bytes[:] = waited_s, received_bytes
+        self.off_the_clock_s += time.perf_counter() - start_s
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        communicator = self.communicator
+        self.steps_done, self.samples_done = saved["step"], saved["samples_done"]
+        self.strategy.skipped_steps = saved["skipped_steps"]
+        self.history = [
+            Epoch(**{**epoch, "ranks": [RankEpoch(**rank) for rank in epoch["ranks"]]}) for epoch in saved["history"]
+        ]
+        checkpoint.restore_optimizers(self.strategy, saved["optimizer"])
+        same_ranks = len(saved["ranks"]) == communicator.world_size
+        if same_ranks and saved["server_count"] == communicator.server_count:
+            own = saved["ranks"][communicator.rank]
+            checkpoint.restore_rank(self.model, own)
+            self.loss_sum.fill_(own["loss_sum"])
+        elif communicator.worker_index == 0:
+            self.loss_sum.fill_(sum(rank["loss_sum"] for rank in saved["ranks"]))
+
     def _batches(self, epoch: int) -> Any:
         return batches(
-            len(self.data["train_targets"]),
+            self.train_size,
             self.config.batch_size,
             self.config.seed,
             epoch,
             self.communicator.worker_index,
             self.communicator.worker_count,
+            first_sample=self.samples_done,
         )
 
     def _prepare(self, inputs: Tensor) -> Tensor:
@@ -197,45 +272,41 @@ class Trainer:
         table[self.communicator.rank] = torch.tensor(numbers, dtype=torch.float64)
         return self.communicator.all_reduce(table)
 
-    def _spent(self) -> RankEpoch:
+    def _spent(self) -> _Spent:
         transport = self.communicator.transport
-        return RankEpoch(
-            exchange_s=self.strategy.exchange_s,
-            update_s=self.strategy.update_s,
-            waited_for_s=list(transport.waited_s),
-            received_bytes=list(transport.received_bytes),
+        return _Spent(
+            self.strategy.exchange_s,
+            self.strategy.update_s,
+            self.off_the_clock_s,
+            list(transport.waited_s),
+            list(transport.received_bytes),
         )
 
-    def _spent_since(self, before: RankEpoch, train_s: float) -> RankEpoch:
+    def _spent_since(self, before: _Spent, train_s: float) -> RankEpoch:
         now = self._spent()
-        waited_for_s = [late - early for late, early in zip(now.waited_for_s, before.waited_for_s, strict=True)]
         exchange_s, update_s = now.exchange_s - before.exchange_s, now.update_s - before.update_s
+        waited_for_s = [late - early for late, early in zip(now.waited_s, before.waited_s, strict=True)]
         return RankEpoch(
             compute_s=train_s - exchange_s - update_s,
             exchange_s=exchange_s - sum(waited_for_s),
             wait_s=sum(waited_for_s),
             update_s=update_s,
             waited_for_s=waited_for_s,
-            received_bytes=[now_ - then for now_, then in zip(now.received_bytes, before.received_bytes, strict=True)],
+            received_bytes=[
+                late - early for late, early in zip(now.received_bytes, before.received_bytes, strict=True)
+            ],
         )
 
 
-def _numbers(spent: RankEpoch) -> list[float]:
-    return [
-        spent.compute_s,
-        spent.exchange_s,
-        spent.wait_s,
-        spent.update_s,
-        *spent.waited_for_s,
-        *spent.received_bytes,
-    ]
+@dataclass
+class _Spent:
+    """Counters that only grow; an epoch's share is the difference of two."""
 
-
-def _rank_epoch(numbers: list[float]) -> RankEpoch:
-    per_peer = (len(numbers) - 4) // 2
-    compute_s, exchange_s, wait_s, update_s = numbers[:4]
-    received_bytes = [int(number) for number in numbers[4 + per_peer :]]
-    return RankEpoch(compute_s, exchange_s, wait_s, update_s, numbers[4 : 4 + per_peer], received_bytes)
+    exchange_s: float  # waiting included
+    update_s: float
+    off_the_clock_s: float
+    waited_s: list[float]
+    received_bytes: list[int]
 
 
 def _seed_draws(seed: int, rank: int) -> None:

@@ -35,10 +35,19 @@ def shard(sample_count: int, worker_index: int | None, worker_count: int) -> sli
 
 
 def batches(
-    sample_count: int, batch_size: int, seed: int, epoch: int, worker_index: int | None, worker_count: int
+    sample_count: int,
+    batch_size: int,
+    seed: int,
+    epoch: int,
+    worker_index: int | None,
+    worker_count: int,
+    first_sample: int = 0,
 ) -> Iterator[tuple[Tensor, int]]:
-    """For each step of the epoch: this worker's sample indices, int64 [b], and the samples of all workers together."""
+    """For each step of the epoch: this worker's sample indices, int64 [b], and the samples of all workers together.
+
+    `first_sample` samples of the epoch's order have been used before, by a run that is resumed.
+    """
     order = epoch_order(sample_count, seed, epoch)
-    for start in range(0, sample_count, batch_size):
+    for start in range(first_sample, sample_count, batch_size):
         batch = order[start : start + batch_size]
         yield batch[shard(len(batch), worker_index, worker_count)], len(batch)

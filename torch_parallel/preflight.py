@@ -1,0 +1,115 @@
+"""What a run needs, compared with what there is, before anything is started.
+
+A machine that runs out of memory or descriptors half-way kills workers without a word. Here the user is told in one
+line what is missing and what would help.
+"""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from torch_parallel.gradients.buckets import cut_into_buckets
+
+
+class PreflightError(ValueError):
+    """The machine has not what the run needs. One line: what is missing, and the remedy."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What one run takes. `shared_bytes` is memory that all processes map; descriptors are per process."""
+
+    ranks: int
+    bytes_per_rank: int
+    data_bytes: int
+    launcher_descriptors: int
+    worker_descriptors: int
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.ranks * self.bytes_per_rank + self.data_bytes
+
+
+def needs(
+    make_model: Callable[[], nn.Module], itemsize: int, n: int, has_server: bool, bucket_bytes: int, data_bytes: int
+) -> Needs | None:
+    """What a run of `n` processes takes; None for a model that cannot be built without memory to find out.
+
+    Every rank shares its gradients and a use mark for each parameter; with a server also its parameters.
+    """
+    try:
+        with torch.device("meta"):  # tensors with shapes and no memory
+            model = make_model()
+        groups = cut_into_buckets(model.named_parameters(), bucket_bytes)
+    except Exception:
+        return None
+    elements = sum(parameter.numel() for group in groups for _, parameter in group)
+    marks = sum(len(group) for group in groups)
+    buffers = len(groups) * (2 if has_server else 1)
+    return Needs(
+        ranks=n,
+        bytes_per_rank=(elements * (2 if has_server else 1) + marks) * itemsize,
+        data_bytes=data_bytes,
+        launcher_descriptors=LAUNCHER_DESCRIPTORS + n * DESCRIPTORS_PER_WORKER,
+        worker_descriptors=WORKER_DESCRIPTORS + buffers,
+    )
+
+
+LAUNCHER_DESCRIPTORS, DESCRIPTORS_PER_WORKER, WORKER_DESCRIPTORS = 40, 6, 60
+"""Generous counts: standard streams, the arena, pipes, sentinels, mappings of tables, data and scratch buffers."""
+
+
+def check(required: Needs) -> None:
+    """Raises PreflightError where memory or the limit of open files does not suffice."""
+    free = free_shared_bytes()
+    if free is not None and required.shared_bytes > free:
+        raise PreflightError(
+            f"the run needs {_mb(required.shared_bytes)} of shared memory ({required.ranks} processes with "
+            f"{_mb(required.bytes_per_rank)} each, {_mb(required.data_bytes)} of data), and {_mb(free)} are free: take "
+            "fewer processes (--n_gpus), a smaller model or less data (--train_size), or give the container more memory"
+        )
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    wanted = max(required.launcher_descriptors, required.worker_descriptors)
+    if limit != resource.RLIM_INFINITY and wanted > limit:
+        raise PreflightError(
+            f"the run may need {wanted} open files in one process, and the limit is {limit}: raise it "
+            f"(ulimit -n {2 * wanted}), or take fewer processes (--n_gpus) or larger buckets (--bucket_mb)"
+        )
+
+
+def free_shared_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that new shared memory may take: what the machine and the container have left; None where unknown.
+
+    On Linux the arena is an anonymous file in memory, which the size of /dev/shm does not limit. Elsewhere it is an
+    unlinked file in the temporary folder.
+    """
+    if sys.platform != "linux":
+        return shutil.disk_usage(tempfile.gettempdir()).free
+    left = []
+    try:
+        lines = meminfo.read_text().splitlines()
+        left += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    except (OSError, ValueError, IndexError):
+        pass
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            left.append(int((cgroup / limit).read_text()) - int((cgroup / used).read_text()))
+        except (OSError, ValueError):  # no such cgroup, or "max": no limit
+            continue
+    return max(0, min(left)) if left else None
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"

@@ -1,0 +1,125 @@
+"""What a run shows: one bar and one line an epoch, whatever the number of processes; the same figures into runs.csv."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from tqdm import tqdm
+
+from torch_parallel.devices import threads_per_worker, usable_cpus
+from torch_parallel.results import RunFolder
+from torch_parallel.status import StatusBoard
+from torch_parallel.strategies import STRATEGIES
+from torch_parallel.training.config import RunConfig
+from torch_parallel.training.record import Epoch, Saved
+from torch_parallel.training.sampler import step_count
+from torch_parallel.workloads import Dataset
+
+
+class Display:
+    """The launcher's ear for what workers report, and its eye on the status board."""
+
+    def __init__(
+        self, config: RunConfig, dataset: Dataset, folder: RunFolder, model_name: str, device: str, verbose: bool
+    ) -> None:
+        self.config = config
+        self.dataset = dataset
+        self.folder = folder
+        self.model_name = model_name
+        self.device = device
+        self.verbose = verbose
+        self.servers = STRATEGIES[config.strategy].server_count
+        self.threads = threads_per_worker(config.n_gpus or 1)
+        self.steps = step_count(len(dataset.train_targets), config.batch_size)
+        # disable=None: no bar where the output is not a terminal
+        self.bar = tqdm(
+            total=self.steps * config.epochs_on(dataset.name),
+            unit="step",
+            disable=None if verbose else True,
+            leave=False,
+        )
+
+    def say(self, line: str) -> None:
+        if self.verbose:
+            with tqdm.external_write_mode():
+                print(line, flush=True)
+
+    def introduce(self, lines: list[str | None]) -> None:
+        config, n = self.config, self.config.n_gpus or 1
+        workers = n - self.servers
+        batch = min(config.batch_size, config.train_size or config.batch_size)
+        for line in lines:
+            if line:
+                self.say(line)
+        server = " and 1 server" if self.servers else ""
+        self.say(
+            f"{config.strategy}: {workers} worker{'s' if workers > 1 else ''}{server} on {self.device}, "
+            f"{self.threads} thread{'s' if self.threads > 1 else ''} each; {self.model_name}, batch of "
+            f"{config.batch_size} over all workers (at most {-(-batch // workers)} each), "
+            f"{self.steps} step{'s' if self.steps > 1 else ''} an epoch"
+        )
+        if batch < workers:
+            self.say(f"only {batch} of the {workers} workers get{'s' if batch == 1 else ''} a sample in a step")
+        if self.device == "cpu" and workers > usable_cpus():
+            self.say(f"{workers} workers share {usable_cpus()} processors: expect no speed-up over fewer workers")
+
+    def tick(self, board: StatusBoard) -> None:
+        status = board.read(self.servers)
+        done = (max(status.epoch, 1) - 1) * self.steps + min(status.samples // self.config.batch_size, self.steps)
+        self.bar.update(max(0, done - self.bar.n))
+
+    def message(self, rank: int, message: Epoch | Saved) -> None:
+        """What a worker reports: an epoch done, or a checkpoint on disk."""
+        if isinstance(message, Saved):
+            self.say(f"checkpoint of step {message.step}: {message.path}")
+        else:
+            self._epoch_done(message)
+
+    def _epoch_done(self, epoch: Epoch) -> None:
+        workers = epoch.ranks[self.servers :]
+
+        def mean(part: str) -> float:
+            return float(sum(getattr(each, part) for each in workers) / len(workers))
+
+        updating = epoch.ranks[0]  # with a server, the only rank that updates
+        self.say(
+            f"epoch {epoch.epoch}/{self.config.epochs}  train loss {epoch.train_loss:.4f}  "
+            f"test accuracy {100 * epoch.test_accuracy:.2f} %  {epoch.samples_per_s:,.0f} samples/s  "
+            f"compute {mean('compute_s'):.2f} s  exchange {mean('exchange_s'):.2f} s  wait {mean('wait_s'):.2f} s  "
+            f"update {updating.update_s:.2f} s"
+        )
+        self.folder.append_rows(self._rows(epoch))
+
+    def _rows(self, epoch: Epoch) -> list[dict[str, Any]]:
+        config = self.config
+        common = {
+            "experiment": "",
+            "kind": "measured",
+            "strategy": config.strategy,
+            "options": json.dumps({"bucket_mb": config.bucket_mb}),
+            "model": self.model_name,
+            "dataset": self.dataset.name,
+            "train_size": config.train_size,
+            "n": config.n_gpus,
+            "nodes": 1,
+            "batch_size": config.batch_size,
+            "seed": config.seed,
+            "device": self.device,
+            "dtype": config.dtype,
+            "optimizer": config.optimizer,
+            "lr": config.learning_rate,
+            "threads": self.threads,
+            **{key: value for key, value in asdict(epoch).items() if key != "ranks"},
+        }
+        rows = []
+        for rank, spent in enumerate(epoch.ranks):
+            parts = asdict(spent)
+            for by_peer in ("waited_for_s", "received_bytes"):
+                parts[by_peer] = json.dumps(parts[by_peer])
+            rows.append({**common, "rank": rank, "role": "server" if rank < self.servers else "worker", **parts})
+        return rows
+
+    def close(self) -> None:
+        self.bar.close()
