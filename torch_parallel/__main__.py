@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 
-from torch_parallel import fork_server
+from torch_parallel.command_line import run_command, start_command
 
 COMMANDS = {
     "bench": "timings beside torch's own",
+    "faults": "breaks training runs on purpose and checks how they end",
 }
 
 
@@ -25,8 +26,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    fork_server.start()  # before torch is imported here
-
-    from torch_parallel.command_line import run_command
-
+    start_command()  # before torch is imported here
     run_command("torch_parallel", main)

@@ -1,0 +1,390 @@
+"""Breaks real training runs on purpose, and checks that each ends as it should: `python -m torch_parallel faults`.
+
+A trial is a training run in a process session of its own. At a random moment of a random phase something happens to one
+of its processes. The driver then checks how the run ended and how soon, that it named the culprit, that no process, no
+temporary file and no shared memory is left, and that every checkpoint that was announced is on disk and whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import parent_process
+from pathlib import Path
+from typing import Any
+
+from torch_parallel import launcher
+from torch_parallel.communicator import Communicator
+from torch_parallel.status import EVALUATING, EXCHANGING, SAVING, STARTING
+from torch_parallel.strategies import STRATEGIES
+from torch_parallel.training import checkpoint
+from torch_parallel.training.config import OneLineParser, RunConfig
+from torch_parallel.training.loop import Job, Trainer
+from torch_parallel.training.run import train
+
+FAULTS = {
+    "worker": ("killed", "stopped", "raised", "exited"),
+    "server": ("killed", "stopped", "raised", "exited"),
+    "launcher": ("killed", "stopped", "raised", "exited", "interrupted", "terminated"),
+    "fork server": ("killed", "stopped"),  # it runs no code of ours that could raise or exit
+    "everyone": ("killed",),
+}
+PHASES = {"starting": STARTING, "exchanging": EXCHANGING, "evaluating": EVALUATING, "saving": SAVING}
+CELLS = [(process, fault, phase) for process, faults in FAULTS.items() for fault in faults for phase in PHASES]
+
+SIGNALS = {
+    "killed": signal.SIGKILL,
+    "stopped": signal.SIGSTOP,
+    "interrupted": signal.SIGINT,
+    "terminated": signal.SIGTERM,
+    "raised": signal.SIGUSR1,  # in the launcher, whose handlers for these two do it
+    "exited": signal.SIGUSR2,
+}
+# How the launcher must end, where it is not with 1
+EXIT_CODES = {
+    ("launcher", "killed"): -signal.SIGKILL,
+    ("everyone", "killed"): -signal.SIGKILL,
+    ("launcher", "stopped"): 0,  # it goes on when it is continued
+    ("fork server", "stopped"): 0,  # nobody needs it any more
+    ("launcher", "exited"): 0,
+    ("launcher", "interrupted"): 130,
+    ("launcher", "terminated"): 143,
+}
+DEADLINE_S = 4.0
+END_LIMIT_S = 10.0
+TRIAL_LIMIT_S = 60.0
+STOPPED_LAUNCHER_S = 1.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One trial: what happens to which process, when `rank` enters the phase for the `occurrence`-th time."""
+
+    process: str
+    fault: str
+    phase: str
+    rank: int
+    occurrence: int
+    delay_s: float  # for signals: so long after the phase began
+    strategy: str
+    n: int
+    optimizer: str
+    folder: str
+    without: str = ""  # "death watch" or "deadline": what is taken out, to see that the driver notices
+
+    def __str__(self) -> str:
+        return f"{self.process} {self.fault} while {self.phase} ({self.strategy}, {self.n} processes, rank {self.rank})"
+
+
+def make_plan(cell: tuple[str, str, str], choose: random.Random, folder: str, without: str) -> Plan:
+    process, fault, phase = cell
+    strategy = "param_server" if process == "server" else choose.choice(list(STRATEGIES))
+    servers = STRATEGIES[strategy].server_count
+    n = servers + choose.choice((2, 3))
+    rank = 0 if process == "server" else choose.randrange(servers, n)
+    occurrence = {"starting": 1, "exchanging": choose.randint(1, 12)}.get(phase, choose.randint(1, 2))
+    delay_s = choose.choice((0.0, choose.random() * 0.003))
+    return Plan(
+        process, fault, phase, rank, occurrence, delay_s, strategy, n, choose.choice(("sgd", "adam")), folder, without
+    )
+
+
+# ---- inside the trial's processes
+
+
+def run_trial(plan: Plan) -> None:
+    """The launcher of a trial: a training run like any other, but for the worker function."""
+    signal.signal(signal.SIGUSR1, _raise)
+    signal.signal(signal.SIGUSR2, lambda number, frame: os._exit(0))
+    if plan.without == "deadline":
+        launcher.GRACE_S = math.inf
+    config = RunConfig(
+        strategy=plan.strategy,
+        n_gpus=plan.n,
+        device="cpu",
+        dataset="digits",
+        train_size=64,
+        batch_size=16,
+        epochs=3,
+        optimizer=plan.optimizer,
+        checkpoint_every=2,
+        deadline_s=DEADLINE_S,
+        results_dir=f"{plan.folder}/results",
+    )
+    train(config, worker_function=partial(faulty_worker, plan=plan))
+
+
+def _raise(number: int, frame: Any) -> None:
+    raise RuntimeError("injected fault")
+
+
+def faulty_worker(communicator: Communicator, job: Job, plan: Plan) -> dict[str, Any]:
+    """`train_worker`, with a trap on the rank that the plan names."""
+    if plan.without == "death watch":
+        _take_out_the_death_watch()
+    elif plan.without == "deadline":
+        communicator.transport._signals._deadline_s = math.inf  # type: ignore[attr-defined]
+    trap = _Trap(plan) if communicator.rank == plan.rank else None
+    if trap is not None:
+        enter_phase = communicator.status.phase
+
+        def phase(number: int) -> None:
+            enter_phase(number)
+            trap.entered(number)
+
+        communicator.status.phase = phase  # type: ignore[assignment,method-assign]
+        phase(STARTING)
+    return Trainer(communicator, job).run()
+
+
+class _Trap:
+    """Springs when its phase is entered for the n-th time."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.left = plan.occurrence
+
+    def entered(self, phase: int) -> None:
+        self.left -= phase == PHASES[self.plan.phase]
+        if self.left == 0:
+            self.left = -1
+            plan = self.plan
+            if plan.process in ("worker", "server") and plan.fault in ("raised", "exited"):
+                _note(plan)
+                if plan.fault == "exited":
+                    os._exit(0)
+                raise RuntimeError("injected fault")
+            if plan.delay_s:
+                threading.Thread(target=self._signal, daemon=True).start()
+            else:
+                self._signal()
+
+    def _signal(self) -> None:
+        plan, parent = self.plan, parent_process()
+        assert parent is not None and parent.pid is not None
+        time.sleep(plan.delay_s)
+        target = {"launcher": parent.pid, "fork server": os.getppid(), "everyone": -os.getpgrp()}
+        _note(plan)
+        os.kill(target.get(plan.process, os.getpid()), SIGNALS[plan.fault])
+
+
+def _note(plan: Plan) -> None:
+    (Path(plan.folder) / "fired").write_text(repr(time.time()))
+
+
+def _take_out_the_death_watch() -> None:
+    import fcntl
+
+    parent = parent_process()
+    assert parent is not None
+    flags = fcntl.fcntl(parent.sentinel, fcntl.F_GETFL)
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, flags & ~os.O_ASYNC)
+
+
+# ---- the driver
+
+
+def judge(plan: Plan) -> tuple[list[str], float]:
+    """Runs one trial. What was wrong with it (nothing, if all is well), and the seconds from the fault to the end."""
+    temporary = Path(plan.folder) / "tmp"
+    temporary.mkdir()
+    shared_memory_before = _shared_memory()
+    with (
+        open(f"{plan.folder}/out", "wb") as out,
+        open(f"{plan.folder}/err", "wb") as err,
+    ):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torch_parallel", "faults", "--child", json.dumps(asdict(plan))],
+            stdout=out,
+            stderr=err,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"},
+        )
+    misses: list[str] = []
+    try:
+        fired_s = _wait_for_end(plan, process, misses)
+        seconds = time.time() - fired_s if fired_s else math.nan
+        out_text, err_text = (Path(plan.folder, name).read_text(errors="replace") for name in ("out", "err"))
+        if not fired_s:
+            misses.append("the fault never happened")
+        misses += _wrong_end(plan, process.returncode, seconds, err_text)
+        misses += _leftovers(process.pid, temporary, shared_memory_before)
+        misses += _lost_checkpoints(plan, out_text)
+    finally:
+        for pid in _session(process.pid):
+            os.kill(pid, signal.SIGKILL)
+    return misses, seconds
+
+
+def _wait_for_end(plan: Plan, process: subprocess.Popen[bytes], misses: list[str]) -> float:
+    """The time of the fault, 0 if there was none. Continues a launcher that was stopped."""
+    fired = Path(plan.folder) / "fired"
+    end = time.time() + TRIAL_LIMIT_S
+    continued = (plan.process, plan.fault) != ("launcher", "stopped")
+    while process.poll() is None and time.time() < end:
+        if not continued and fired.exists() and fired.read_text():
+            time.sleep(STOPPED_LAUNCHER_S)
+            os.kill(process.pid, signal.SIGCONT)
+            continued = True
+        time.sleep(0.02)
+    if process.poll() is None:
+        misses.append(f"the run did not end within {TRIAL_LIMIT_S:.0f} s")
+        process.kill()
+        process.wait()
+    return float(fired.read_text()) if fired.exists() else 0.0
+
+
+def _wrong_end(plan: Plan, exit_code: int, seconds: float, err: str) -> list[str]:
+    misses = []
+    expected = EXIT_CODES.get((plan.process, plan.fault), 1)
+    if exit_code != expected:
+        misses.append(f"exit code {exit_code} instead of {expected}")
+    limit_s = END_LIMIT_S + (DEADLINE_S + launcher.GRACE_S if plan.fault == "stopped" else 0)
+    if seconds > limit_s:
+        misses.append(f"it took {seconds:.1f} s to end, more than {limit_s:.0f}")
+    wanted = []
+    if plan.process in ("worker", "server"):
+        wanted = {
+            "killed": [rf"rank {plan.rank} was killed by signal 9"],
+            "stopped": [rf"rank {plan.rank} was .*\(its process is stopped\)"],
+            "raised": [rf"rank {plan.rank} failed: RuntimeError: injected fault", "Traceback"],
+            "exited": [rf"rank {plan.rank} ended with exit code 0"],
+        }[plan.fault]
+        if plan.phase != "starting":
+            wanted.append(rf"rank {plan.rank} was \w+.* step \d+ of epoch \d+")
+    elif (plan.process, plan.fault) == ("fork server", "killed"):
+        wanted = ["the fork server"]
+    misses += [f"no line like {pattern!r} on stderr" for pattern in wanted if not re.search(pattern, err)]
+    if err.count("Traceback") > 1:
+        misses.append("more than one traceback")
+    return misses
+
+
+def _leftovers(session: int, temporary: Path, shared_memory_before: set[str]) -> list[str]:
+    """What the run left behind, after at most 5 s in which its processes may end."""
+    end = time.monotonic() + 5.0
+    while _session(session) and time.monotonic() < end:
+        time.sleep(0.02)
+    misses = []
+    if left := _session(session):
+        misses.append(f"{len(left)} processes are left")
+    # torch makes its compiler's cache folder when it is imported: one a user, not one a run
+    if files := [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]:
+        misses.append(f"left in the temporary folder: {files}")
+    if names := _shared_memory() - shared_memory_before:
+        misses.append(f"left in /dev/shm: {sorted(names)}")
+    return misses
+
+
+def _lost_checkpoints(plan: Plan, out: str) -> list[str]:
+    announced = [int(step) for step in re.findall(r"checkpoint of step (\d+):", out)]
+    misses = []
+    for folder in Path(plan.folder, "results").glob("*/checkpoints"):
+        try:
+            newest = checkpoint.load(checkpoint.find(str(folder)))["step"]
+        except checkpoint.CheckpointError as error:
+            newest = -1
+            if announced or checkpoint.complete_checkpoints(folder):
+                misses.append(str(error))
+        if announced and newest < max(announced):
+            misses.append(f"the checkpoint of step {max(announced)} was announced, the newest is of step {newest}")
+    return misses
+
+
+def _session(session: int) -> list[int]:
+    """The living processes of a session (Linux)."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, _, _, its_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            except (OSError, ValueError):
+                continue
+            if int(its_session) == session and state not in "ZX":
+                found.append(int(entry.name))
+    return found
+
+
+def _shared_memory() -> set[str]:
+    """What programs of this kind leave in /dev/shm when they leave something."""
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.iterdir() if re.match(r"torch|sem\.|psm_|pym", path.name)}
+
+
+def drive(trials: int, seed: int, jobs: int, only: str, without: str) -> int:
+    """Runs the trials, says what happened in each, counts the cells; returns the number of trials with a miss."""
+    choose = random.Random(seed)
+    cells = [cell for cell in CELLS if only in " ".join(cell)]
+    # every cell once before any comes twice
+    rounds = (choose.sample(cells, len(cells)) for _ in itertools.count())
+    drawn = list(itertools.islice(itertools.chain.from_iterable(rounds), trials))
+    counts: Counter[tuple[str, str, str]] = Counter()
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="faults-") as root, ThreadPoolExecutor(jobs) as pool:
+        plans = []
+        for number, cell in enumerate(drawn):
+            folder = Path(root, f"trial{number}")
+            folder.mkdir()
+            plans.append(make_plan(cell, choose, str(folder), without))
+        for number, (plan, (misses, seconds)) in enumerate(zip(plans, pool.map(judge, plans), strict=True), start=1):
+            counts[plan.process, plan.fault, plan.phase] += 1
+            failed += bool(misses)
+            verdict = "MISS: " + "; ".join(misses) if misses else f"ok, {seconds:.1f} s"
+            print(f"{number:4}/{trials}  {plan}: {verdict}", flush=True)
+            if misses:
+                print(_indented(Path(plan.folder, "err").read_text(errors="replace")))
+    _print_table(counts)
+    print(f"{trials - failed} of {trials} ended as they should")
+    return failed
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"        | {line}" for line in text.splitlines()[-30:])
+
+
+def _print_table(counts: Counter[tuple[str, str, str]]) -> None:
+    print(f"\n{'hits':24}" + "".join(f"{phase:>12}" for phase in PHASES))
+    for process, fault in dict.fromkeys((process, fault) for process, fault, _ in CELLS):
+        row = [counts[process, fault, phase] for phase in PHASES]
+        print(f"{process + ' ' + fault:24}" + "".join(f"{count:12}" for count in row))
+
+
+def main(arguments: list[str]) -> None:
+    """`python -m torch_parallel faults --trials 100 --seed 1`"""
+    parser = OneLineParser(prog="python -m torch_parallel faults", description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "--trials", type=int, default=len(CELLS), help="runs to break (default: each cell once)"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=2, help="trials at a time (default: 2)")
+    parser.add_argument("--only", default="", help='cells whose "process fault phase" contains this text')
+    parser.add_argument(
+        "--without", default="", choices=("", "death watch", "deadline"), help="take a safeguard out: misses must show"
+    )
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.child:
+        run_trial(Plan(**json.loads(options.child)))
+        return
+    if options.trials < 1 or options.jobs < 1:
+        parser.error("--trials and --jobs must be at least 1")
+    if not any(options.only in " ".join(cell) for cell in CELLS):
+        parser.error(f"--only {options.only}: no such cell; one is {' '.join(CELLS[0])!r}")
+    if drive(options.trials, options.seed, options.jobs, options.only, options.without):
+        sys.exit(1)
