@@ -3,12 +3,11 @@
 `python train.py --help` lists every flag; `python train.py` alone trains with the ring on all GPUs, or on the CPU.
 """
 
-from torch_parallel import fork_server
+from torch_parallel.command_line import run_command, start_command
 
 if __name__ == "__main__":
-    fork_server.start()  # before the imports below, which take as long as the server's own
+    start_command()  # before the imports below, which take as long as those of the server that it starts
 
-from torch_parallel.command_line import run_command
 from torch_parallel.training.config import RunConfig
 from torch_parallel.training.run import train
 

@@ -18,7 +18,8 @@ def main() -> None:
     from torch_parallel.training.config import OneLineParser
 
     parser = OneLineParser(prog="python -m torch_parallel", allow_abbrev=False, add_help=len(sys.argv) < 3)
-    commands = parser.add_argument("command", choices=tuple(COMMANDS))
+    # the metavar makes "the following arguments are required" say which commands there are
+    commands = parser.add_argument("command", choices=tuple(COMMANDS), metavar=f"{{{','.join(COMMANDS)}}}")
     commands.help = "; ".join(f"{name}: {what}" for name, what in COMMANDS.items())
     command = parser.parse_args(sys.argv[1:2]).command
     run: Callable[[list[str]], None] = import_module(f"torch_parallel.{command}").main

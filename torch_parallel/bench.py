@@ -10,14 +10,15 @@ checked. What is timed of the pre-shared buffer includes waiting until the peers
 
 from __future__ import annotations
 
+import argparse
 import csv
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from torch_parallel.results import RunFolder, environment
 from torch_parallel.training.config import ConfigError, OneLineParser, RunConfig
 from torch_parallel.training.loop import TENSORS, Job, Trainer, make_job
 from torch_parallel.training.optimizers import make_optimizer
-from torch_parallel.workloads import build_model, load_dataset
+from torch_parallel.workloads import DATASETS, MODELS, build_model, load_dataset
 
 SIZES_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 100 << 20)
 WARM_UP = 3
@@ -155,10 +156,11 @@ def time_epochs(communicator: Communicator, job: Job, repeats: int, store: str) 
     _start_gloo(communicator, store)
     trainer, control = Trainer(communicator, job), Control(communicator, job)
     trainer.model.train()
-    sides = {job.config.strategy: lambda epoch: trainer._train_epoch(epoch), "ddp": control.train_epoch}
+    sides: dict[str, Callable[[int], Any]] = {job.config.strategy: trainer.train_epoch, "ddp": control.train_epoch}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for epoch in range(1, repeats + 2):  # the first of each warms up
         for side, train_epoch in sides.items() if epoch % 2 else reversed(sides.items()):
+            torch.manual_seed(epoch * communicator.world_size + communicator.rank)  # the same dropout on both sides
             communicator.barrier()
             start_s = time.perf_counter()
             train_epoch(epoch)
@@ -216,7 +218,7 @@ def bench_all_reduce(arguments: list[str]) -> None:
     if not sizes:
         raise ConfigError(f"--largest_mb {options.largest_mb}: the smallest size is {SIZES_BYTES[0]} bytes")
     folder = RunFolder(options.results_dir, f"bench_all_reduce_n{options.n_gpus}")
-    with tempfile.TemporaryDirectory() as temporary:
+    with _recorded(folder, n=options.n_gpus), tempfile.TemporaryDirectory() as temporary:
         timings = launch(time_all_reduce, options.n_gpus, sizes, f"{temporary}/store", deadline_s=120)[0]
     rows = []
     print(f"{'size (bytes)':>12}  {'way':24}{'time (us)':>12}{'algbw':>9}{'busbw':>9}{'x gloo':>8}  {'error':>7}")
@@ -229,26 +231,30 @@ def bench_all_reduce(arguments: list[str]) -> None:
                 f"{row['busbw']:9.3f}{row['times_faster_than_gloo']:8.2f}  {row['error']:7.0e}"
             )
     print("bandwidths in GB/s; times are medians of the slowest rank's; x gloo = gloo's time / this one's")
-    _save(folder, rows, n=options.n_gpus)
+    _save(folder, rows)
 
 
 def bench_epoch(arguments: list[str]) -> None:
     parser = OneLineParser(prog="python -m torch_parallel bench epoch", allow_abbrev=False)
     parser.add_argument("--n_gpus", type=int, default=2, help="workers (default: 2)")
-    parser.add_argument("--model", default="cnn")
+    parser.add_argument("--model", default="cnn", choices=tuple(MODELS), help="model (default: cnn)")
     parser.add_argument("--batch_size", type=int, default=64, help="global (default: 64)")
-    parser.add_argument("--data_dir")
+    parser.add_argument("--dataset", choices=tuple(DATASETS), help="data set (default: as train.py)")
+    parser.add_argument("--data_dir", help="folder with the data (default: as train.py)")
     parser.add_argument("--train_size", type=int, help="samples of an epoch (default: all)")
     parser.add_argument("--repeats", type=int, default=3, help="epochs of each side, one more warms up (default: 3)")
     parser.add_argument("--results_dir", default="results/runs", help="folder for a folder with the figures")
     options = parser.parse_args(arguments)
+    if options.repeats < 1:
+        raise ConfigError(f"--repeats {options.repeats}: at least 1 epoch of each side is needed")
     config = RunConfig(n_gpus=options.n_gpus, model=options.model, batch_size=options.batch_size, device="cpu")
-    dataset, line = load_dataset(None, options.data_dir, options.train_size, config.seed)
+    dataset, line = load_dataset(options.dataset, options.data_dir, options.train_size, config.seed)
     folder = RunFolder(options.results_dir, f"bench_epoch_{options.model}_n{options.n_gpus}")
     print(f"{line}; {options.model}, {options.n_gpus} workers, global batch {options.batch_size}")
     make_model = partial(build_model, options.model, dataset.image_shape, dataset.class_count)
     job, shared = make_job(config, dataset, make_model)
-    with tempfile.TemporaryDirectory() as temporary:
+    entries = {"model": options.model, "data": line, "batch_size": options.batch_size}
+    with _recorded(folder, n=options.n_gpus, **entries), tempfile.TemporaryDirectory() as temporary:
         seconds = launch(time_epochs, options.n_gpus, job, options.repeats, f"{temporary}/store", shared=shared)[0]
     rows = []
     (difference,) = seconds.pop("largest difference of parameters")
@@ -257,12 +263,16 @@ def bench_epoch(arguments: list[str]) -> None:
         print(f"{side:20}{statistics.median(times):8.3f} s an epoch   ({', '.join(f'{each:.3f}' for each in times)})")
     ratio = rows[0]["median_s"] / rows[1]["median_s"]
     print(f"{rows[0]['side']} takes {ratio:.3f} of ddp's time; parameters differ by {difference:.1e} of their norm")
-    _save(folder, rows, n=options.n_gpus, model=options.model, data=line, batch_size=options.batch_size)
+    folder.write_manifest(largest_difference_of_parameters=difference)
+    _save(folder, rows)
 
 
-def _save(folder: RunFolder, rows: list[dict[str, Any]], **entries: Any) -> None:
-    folder.write_manifest(**environment(), threads=threads_per_worker(entries["n"]), status="completed", **entries)
-    with open(Path(folder.path) / "bench.csv", "w", newline="") as file:
+def _recorded(folder: RunFolder, n: int, **entries: Any) -> AbstractContextManager[None]:
+    return folder.running(**environment(), n=n, threads=threads_per_worker(n), **entries)
+
+
+def _save(folder: RunFolder, rows: list[dict[str, Any]]) -> None:
+    with open(folder.path / "bench.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
@@ -274,7 +284,13 @@ BENCHES = {"all_reduce": bench_all_reduce, "epoch": bench_epoch}
 
 def main(arguments: list[str]) -> None:
     """`python -m torch_parallel bench NAME ...`"""
-    parser = OneLineParser(prog="python -m torch_parallel bench", description=__doc__, add_help=len(arguments) < 2)
-    parser.add_argument("name", choices=tuple(BENCHES))
+    parser = OneLineParser(
+        prog="python -m torch_parallel bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=len(arguments) < 2,
+    )
+    parser.add_argument("name", choices=tuple(BENCHES), metavar=f"{{{','.join(BENCHES)}}}")
     name = parser.parse_args(arguments[:1]).name
     BENCHES[name](arguments[1:])

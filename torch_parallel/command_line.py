@@ -5,34 +5,60 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
+from torch_parallel import fork_server
+
+
+def start_command() -> None:
+    """What every command does before it imports torch: starts the fork server, which imports torch at the same time.
+
+    Until `run_command` there is nothing to clean up, so Ctrl-C ends the process at once, and without a traceback.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupted_early)
+    fork_server.start()
+
 
 def run_command(name: str, command: Callable[[], None]) -> NoReturn:
     """Runs `command` and ends the process with the right exit code, its children ended and its files written."""
     from torch_parallel.devices import DeviceError
     from torch_parallel.launcher import WorkerFailure
+    from torch_parallel.preflight import PreflightError
     from torch_parallel.results import ResultsError
+    from torch_parallel.training.checkpoint import CheckpointError
     from torch_parallel.training.config import ConfigError
     from torch_parallel.workloads import DataError
 
     signal.signal(signal.SIGTERM, _terminated)
+    if signal.getsignal(signal.SIGINT) is _interrupted_early:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         command()
-    except (ConfigError, DataError, DeviceError, ResultsError) as error:
+    except (ConfigError, DataError, DeviceError, ResultsError, CheckpointError, PreflightError) as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         sys.exit(2)
     except WorkerFailure as failure:
         print(f"{name}: {failure}", file=sys.stderr)
         sys.exit(1)
+    except OSError as error:  # a disk that is full, `| head` that reads no further
+        print(f"{name}: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter complains again when it flushes the output
+        sys.exit(1)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C changes nothing any more
         print(f"{name}: interrupted", file=sys.stderr)
         sys.exit(130)
     sys.exit(0)
+
+
+def _interrupted_early(number: int, frame: FrameType | None) -> NoReturn:
+    os._exit(128 + number)
 
 
 def _terminated(number: int, frame: FrameType | None) -> NoReturn:

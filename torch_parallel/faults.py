@@ -67,6 +67,7 @@ EXIT_CODES = {
 }
 DEADLINE_S = 4.0
 END_LIMIT_S = 10.0
+GONE_LIMIT_S = 3.0  # shorter than the deadline, so that workers which only end by that are noticed
 TRIAL_LIMIT_S = 60.0
 STOPPED_LAUNCHER_S = 1.0
 
@@ -277,8 +278,8 @@ def _wrong_end(plan: Plan, exit_code: int, seconds: float, err: str) -> list[str
 
 
 def _leftovers(session: int, temporary: Path, shared_memory_before: set[str]) -> list[str]:
-    """What the run left behind, after at most 5 s in which its processes may end."""
-    end = time.monotonic() + 5.0
+    """What the run left behind once its processes have had a moment to end."""
+    end = time.monotonic() + GONE_LIMIT_S
     while _session(session) and time.monotonic() < end:
         time.sleep(0.02)
     misses = []

@@ -17,11 +17,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-
 PRELOAD = [
+    "torch_parallel.lifeline",  # first, see there
     "torch_parallel.worker",
     "torch_parallel.training.loop",
     "torch._dynamo",  # a second's worth of modules that the first optimizer of a process imports
@@ -40,12 +41,34 @@ def start() -> None:
         return
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     multiprocessing.resource_tracker.ensure_running()  # before the mask: it takes SIGINT out of it when it starts
-    with ctrl_c_masked(), _package_on_the_path():
+    with _ctrl_c_masked(), _package_on_the_path():
         _start_unnamed()
 
 
+def start_worker(process: BaseProcess) -> None:
+    """Starts a process of `context()`: the server forks it, and it has the server's mask, or it is given that mask."""
+    with _script_unnamed(), contextlib.nullcontext() if start_method() == "forkserver" else _ctrl_c_masked():
+        process.start()
+
+
 @contextlib.contextmanager
-def ctrl_c_masked() -> Iterator[None]:
+def _script_unnamed() -> Iterator[None]:
+    """Keeps multiprocessing from running the user's script once more in every worker.
+
+    What a script defines is sent by value, so no worker needs that; and a script that calls `launch` at its top level,
+    without asking for `__name__`, would start workers from its workers.
+    """
+    script = sys.modules["__main__"].__dict__
+    names = {name: script.pop(name, None) for name in ("__file__", "__spec__")}
+    script["__spec__"] = None
+    try:
+        yield
+    finally:
+        script.update({name: value for name, value in names.items() if value is not None})
+
+
+@contextlib.contextmanager
+def _ctrl_c_masked() -> Iterator[None]:
     """What is started in this block never sees Ctrl-C, which reaches every process of the terminal.
 
     Only the launcher acts on it; the server and the workers inherit the mask.

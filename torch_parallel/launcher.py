@@ -44,6 +44,7 @@ EXIT_CODE_S = 1.0
 """How long the fork server may take to pass on the exit code of a worker that has ended."""
 LAST_WORDS_S = 0.5
 """After a first error, the time that the other ranks have to say what they saw."""
+FORK_SERVER_DIED = "the fork server, from which the workers are started, died"
 
 
 class WorkerFailure(RuntimeError):
@@ -156,13 +157,18 @@ class _Process:
                 self.pidfd = os.pidfd_open(process.pid)
 
     @property
-    def handle(self) -> int:
-        """A descriptor that is ready to read once the process has ended."""
-        return self.pidfd if self.pidfd is not None else int(self.process.sentinel)
+    def handles(self) -> list[int]:
+        """Descriptors that are ready to read when there is something to look at."""
+        return [handle for handle in (self.inbox.fd, self.process.sentinel, self.pidfd) if handle is not None]
 
     def gone(self, timeout_s: float = 0.0) -> bool:
         """Whether the process has ended, waiting for it up to `timeout_s`."""
-        return bool(multiprocessing.connection.wait([self.handle], timeout_s))
+        handle = self.pidfd if self.pidfd is not None else self.process.sentinel
+        return bool(multiprocessing.connection.wait([handle], timeout_s))
+
+    def is_orphan(self) -> bool:
+        """Whether the fork server, which holds the other end of the sentinel while the process runs, has ended."""
+        return bool(multiprocessing.connection.wait([self.process.sentinel], 0)) and not self.gone()
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -236,26 +242,29 @@ class _Run:
             process = context.Process(
                 target=worker.main, args=(assignment,), name=f"torch_parallel rank {rank}", daemon=True
             )
-            process.start()
+            fork_server.start_worker(process)
             self.processes.append(_Process(rank, process, inbox))
         except BaseException as error:
             # An interrupted start may leave a worker of which nobody has the number. It ends when its pipe to us
             # closes, and that is when the last reference to the half-made start is dropped.
             traceback.clear_frames(error.__traceback__)
             inbox.close()
+            if isinstance(error, EOFError | ConnectionError):
+                raise WorkerFailure(FORK_SERVER_DIED, rank) from error
             raise
         finally:
             os.close(outbox.fd)
 
     def results(self) -> list[Any]:
         """Listens until every worker has returned. Raises WorkerFailure."""
+        next_tick_s = 0.0
         while not all(process.finished for process in self.processes):
             waiting = [process for process in self.processes if not process.finished]
-            handles = [handle for process in waiting for handle in (process.inbox.fd, process.handle)]
-            multiprocessing.connection.wait(handles, TICK_S)
+            multiprocessing.connection.wait([handle for process in waiting for handle in process.handles], TICK_S)
             self._listen(waiting)
             self._check(waiting)
-            if self.on_tick is not None:
+            if self.on_tick is not None and time.monotonic() >= next_tick_s:
+                next_tick_s = time.monotonic() + TICK_S
                 self.on_tick(self.board)
         return [process.result for process in self.processes]
 
@@ -290,6 +299,8 @@ class _Run:
             if not process.finished:
                 raise self._failure(process, f"rank {process.rank} {process.how_it_ended()}")
         for process in waiting:
+            if not process.finished and process.is_orphan():
+                raise self._failure(process, FORK_SERVER_DIED)
             silent_s = self.board.read(process.rank).silent_s
             if not process.finished and silent_s > self.deadline_s + GRACE_S:
                 raise self._failure(process, f"rank {process.rank} gave no sign of life for {silent_s:.0f} s")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.util
 import os
-import select
 import signal
 import sys
 import threading
@@ -19,6 +18,7 @@ import cloudpickle
 import torch
 
 from torch_parallel.communicator import Communicator
+from torch_parallel.lifeline import end_with_pipe
 from torch_parallel.mailbox import Outbox
 from torch_parallel.status import COMPUTING, RETURNING
 from torch_parallel.transport.shared_memory import SharedMemoryTransport, Wiring
@@ -58,6 +58,8 @@ def main(assignment: Assignment) -> None:
     except BaseException as error:  # sys.exit() too: whatever its code, the worker has not returned a result
         assignment.outbox.send("error", (_headline(error), traceback.format_exc()))
     finally:
+        with contextlib.suppress(Exception):
+            multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # ends what a DataLoader left behind
         with contextlib.suppress(Exception):  # `| head` has closed the other end
             sys.stdout.flush()
             sys.stderr.flush()
@@ -81,17 +83,8 @@ def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is None:
         return
-    sentinel = parent.sentinel
-    if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
-        poller = select.poll()
-        poller.register(sentinel, 0)  # hang-ups are always reported
-        if poller.poll(0):
-            os._exit(1)  # it was gone before the watch began
-    else:
-        threading.Thread(target=_exit_after, args=(sentinel,), daemon=True).start()
+    if not end_with_pipe(parent.sentinel):
+        threading.Thread(target=_exit_after, args=(parent.sentinel,), daemon=True).start()
 
 
 def _exit_after(sentinel: int) -> None:

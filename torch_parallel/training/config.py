@@ -77,6 +77,8 @@ class RunConfig:
     deadline_s: float = flag(300.0, "seconds after which a wait for a silent rank ends the run")
 
     def __post_init__(self) -> None:
+        for name, annotation in get_type_hints(RunConfig).items():
+            self._check_type(name, _kinds(annotation))
         for name in ("strategy", "optimizer", "model", "dataset", "device", "dtype", "lr_schedule", "not_finite"):
             self._check_choice(name)
         servers = STRATEGIES[self.strategy].server_count
@@ -120,6 +122,13 @@ class RunConfig:
         except ConfigError as error:
             parser.error(str(error))
 
+    def _check_type(self, name: str, kinds: tuple[type, ...]) -> None:
+        """The command line gives each flag its type; Python code may give anything, NumPy's numbers among it."""
+        value = getattr(self, name)
+        fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
+        if not fits or (isinstance(value, bool) and bool not in kinds):
+            raise ConfigError(f"--{name} {value}: it must be {kinds[0].__name__}, not {type(value).__name__}")
+
     def _check_choice(self, name: str) -> None:
         value = getattr(self, name)
         choices = type(self).__dataclass_fields__[name].metadata["choices"]
@@ -150,7 +159,7 @@ def command_line_parser(description: str = "") -> OneLineParser:
         default_is_told = each.default is None
         parser.add_argument(
             f"--{each.name}",
-            type=_plain_type(types[each.name]),
+            type=_kinds(types[each.name])[0],
             default=argparse.SUPPRESS if default_is_told else each.default,
             choices=each.metadata["choices"],
             metavar=None if each.metadata["choices"] else each.name.split("_")[-1].upper(),
@@ -159,7 +168,6 @@ def command_line_parser(description: str = "") -> OneLineParser:
     return parser
 
 
-def _plain_type(annotation: Any) -> type:
-    """int for `int` and for `int | None`."""
-    kinds = getattr(annotation, "__args__", (annotation,))
-    return next(kind for kind in (int, float, str) if kind in kinds)
+def _kinds(annotation: Any) -> tuple[type, ...]:
+    """(int,) for `int`, (int, NoneType) for `int | None`."""
+    return getattr(annotation, "__args__", (annotation,))

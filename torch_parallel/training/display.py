@@ -83,6 +83,7 @@ class Display:
         def mean(part: str) -> float:
             return float(sum(getattr(each, part) for each in workers) / len(workers))
 
+        self.folder.append_rows(self._rows(epoch))  # first: what was shown is on disk
         updating = epoch.ranks[0]  # with a server, the only rank that updates
         self.say(
             f"epoch {epoch.epoch}/{self.config.epochs}  train loss {epoch.train_loss:.4f}  "
@@ -90,7 +91,6 @@ class Display:
             f"compute {mean('compute_s'):.2f} s  exchange {mean('exchange_s'):.2f} s  wait {mean('wait_s'):.2f} s  "
             f"update {updating.update_s:.2f} s"
         )
-        self.folder.append_rows(self._rows(epoch))
 
     def _rows(self, epoch: Epoch) -> list[dict[str, Any]]:
         config = self.config

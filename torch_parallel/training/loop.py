@@ -80,13 +80,14 @@ class Trainer:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=communicator.device)  # of the present epoch
         self.off_the_clock_s = 0.0
         self.history: list[Epoch] = []
-        torch.manual_seed(config.seed)
+        _seed(config.seed)
         self.model = job.make_model().to(communicator.device, self.dtype)
         saved = checkpoint.load(Path(job.resume_from)) if job.resume_from else None
         if saved is not None:
             self.model.load_state_dict(saved["model"])
         self.strategy = self._make_strategy()
-        _seed_draws(config.seed, communicator.rank)
+        # Dropout and augmentation draw differently on every rank, and the same again in the next run.
+        _seed(config.seed * 1_000_003 + 7919 * (communicator.rank + 1))
         if saved is not None:
             self._restore(saved)
 
@@ -309,9 +310,8 @@ class _Spent:
     received_bytes: list[int]
 
 
-def _seed_draws(seed: int, rank: int) -> None:
-    """Dropout and augmentation draw differently on every rank, and the same again in the next run."""
-    mixed = (seed * 1_000_003 + 7919 * (rank + 1)) % 2**32
-    torch.manual_seed(mixed)
-    random.seed(mixed)
-    numpy.random.seed(mixed)
+def _seed(seed: int) -> None:
+    """Seeds every generator that a model, a dropout layer or an augmentation may draw from."""
+    torch.manual_seed(seed % 2**63)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)

@@ -34,12 +34,12 @@ class Wiring:
         arena = Arena.create()
         sizes = _table_bytes(world_size)
         offsets = (arena.allocate(sizes[0]), arena.allocate(sizes[1]), arena.allocate(sizes[2]))
+        arena.take(0, arena.next_byte)
         with_pipes = not stores_are_ordered() if pipes is None else pipes
         return cls(world_size, arena, offsets, Inboxes.create(world_size) if with_pipes else None)
 
     def table(self, index: int) -> memoryview:
-        nbytes = _table_bytes(self.world_size)[index]
-        return memoryview(self.arena.map(self.offsets[index], nbytes))[:nbytes]
+        return self.arena.map(self.offsets[index], _table_bytes(self.world_size)[index])
 
     def status_board(self) -> StatusBoard:
         return StatusBoard(self.table(1), self.world_size)
@@ -77,6 +77,8 @@ class SharedMemoryTransport(Transport):
         """Each rank's part begins on a page of its own; the parts of all ranks are one mapping."""
         stride = page_aligned(numel * dtype.itemsize)
         offset = self._arena.allocate(stride * self.world_size)
+        if self.rank == 0:
+            self._arena.take(offset, stride * self.world_size)
         all_parts = self._arena.tensor(offset, (self.world_size, stride // dtype.itemsize), dtype)
         return [all_parts[rank, :numel] for rank in range(self.world_size)]
 

@@ -1,0 +1,245 @@
+"""Collective operations on ordinary tensors, and who is who; on threads where processes show nothing more."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_parallel.collectives import ALL_REDUCE
+from torch_parallel.communicator import Communicator
+from torch_parallel.launcher import WorkerFailure, launch
+from torch_parallel.mailbox import mailbox
+from torch_parallel.status import StatusBoard
+from torch_parallel.transport.base import TransportError
+from torch_parallel.transport.local import LocalGroup
+
+
+def on_threads(world_size: int, function: Callable[..., Any], *arguments: Any, server_count: int = 0) -> list[Any]:
+    """The results of `function(communicator, *arguments)`, by rank."""
+    group = LocalGroup(world_size, deadline_s=10.0)
+    board = StatusBoard(memoryview(bytearray(StatusBoard.bytes_needed(world_size))), world_size)
+    results: dict[int, Any] = {}
+    inbox, outbox = mailbox()
+
+    def body(rank: int) -> None:
+        communicator = Communicator(group.transport(rank), board.reporter(rank), outbox, server_count)
+        try:
+            results[rank] = function(communicator, *arguments)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    inbox.close()
+    for rank in range(world_size):
+        if isinstance(results[rank], Exception):
+            raise results[rank]
+    return [results[rank] for rank in range(world_size)]
+
+
+def filled(shape: tuple[int, ...], rank: int, dtype: torch.dtype) -> Tensor:
+    numel = torch.Size(shape).numel()
+    return ((rank + 1) * torch.arange(1, numel + 1)).to(dtype).view(shape)
+
+
+def all_reduce_shapes(communicator: Communicator, algorithm: str) -> list[Tensor]:
+    results = []
+    for shape in [(), (1,), (0, 3), (7,), (2, 3), (2, 1, 5)]:
+        for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16):
+            tensor = filled(shape, communicator.rank, dtype)
+            assert communicator.all_reduce(tensor, algorithm) is tensor
+            results.append(tensor)
+    return results
+
+
+@pytest.mark.parametrize("algorithm", ALL_REDUCE)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
+def test_all_reduce_of_every_shape(world_size: int, algorithm: str) -> None:
+    total = world_size * (world_size + 1) // 2  # of 1, 2, ..., world_size: 6 for 3 ranks, 10 for 4, 36 for 8
+    for results in on_threads(world_size, all_reduce_shapes, algorithm):
+        remaining = iter(results)
+        for shape in [(), (1,), (0, 3), (7,), (2, 3), (2, 1, 5)]:
+            for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16):
+                tensor = next(remaining)
+                assert tensor.shape == shape and tensor.dtype == dtype
+                assert torch.equal(tensor, total * filled(shape, 0, dtype))
+
+
+def all_reduce_views(communicator: Communicator) -> dict[str, Tensor]:
+    rank, base = communicator.rank, torch.zeros(4, 6)
+    transposed, column, parameter = base.t(), base[:, 2], torch.nn.Parameter(torch.full((3,), float(rank)))
+    base += torch.arange(24.0).view(4, 6) + rank
+    communicator.all_reduce(column)
+    after_column = base.clone()
+    communicator.all_reduce(transposed)
+    communicator.all_reduce(parameter)
+    return {"after column": after_column, "base": base, "parameter": parameter.detach()}
+
+
+def test_all_reduce_of_views_and_parameters() -> None:
+    start = torch.arange(24.0).view(4, 6)
+    for rank, results in enumerate(on_threads(3, all_reduce_views)):
+        expected = start + rank
+        expected[:, 2] = 3 * start[:, 2] + 3  # ranks add 0, 1 and 2
+        assert torch.equal(results["after column"], expected)
+        everything = 3 * start + 3
+        everything[:, 2] = 9 * start[:, 2] + 9
+        assert torch.equal(results["base"], everything)
+        assert results["parameter"].tolist() == [3.0, 3.0, 3.0]
+
+
+MANY_SIZES = [*range(1, 140), 5000, 3, 70_000, 139, 1]
+
+
+def many_sizes(communicator: Communicator, sizes: list[int]) -> list[int]:
+    """More sizes than are remembered, up and down, in two dtypes, each result one number that must be everywhere."""
+    sums = []
+    for numel in sizes:
+        for dtype in (torch.int64, torch.float64):
+            result = communicator.all_reduce(torch.full((numel,), 10**communicator.rank * numel, dtype=dtype))
+            assert bool((result == result[0]).all())
+            sums.append(int(result[0]))
+    return sums
+
+
+def test_one_buffer_serves_every_size() -> None:
+    expected = [111 * numel for numel in MANY_SIZES for _ in range(2)]
+    assert on_threads(3, many_sizes, MANY_SIZES) == [expected] * 3
+
+
+def broadcast_from_all(communicator: Communicator) -> list[list[float]]:
+    seen = []
+    for root in range(communicator.world_size):
+        tensor = torch.full((2, 2), float(communicator.rank))
+        assert communicator.broadcast(tensor, root) is tensor
+        seen.append(tensor.flatten().tolist())
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_broadcast_from_every_root(world_size: int) -> None:
+    assert on_threads(world_size, broadcast_from_all) == [[[float(r)] * 4 for r in range(world_size)]] * world_size
+
+
+def test_alone_nothing_changes_and_nothing_is_sent() -> None:
+    def alone(communicator: Communicator) -> tuple[list[float], list[float], list[int]]:
+        tensor = torch.tensor([1.5, float("inf")])
+        communicator.barrier()
+        return (
+            communicator.all_reduce(tensor).tolist(),
+            communicator.broadcast(tensor).tolist(),
+            communicator.transport.received_bytes,
+        )
+
+    assert on_threads(1, alone) == [([1.5, float("inf")], [1.5, float("inf")], [0])]
+
+
+@pytest.mark.parametrize("root", [-1, 3])
+def test_a_root_that_is_no_rank(root: int) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"root {root} is not a rank: ranks are 0..2")):
+        on_threads(3, lambda communicator: communicator.broadcast(torch.ones(1), root))
+
+
+def test_an_unknown_algorithm_is_named_with_the_known_ones() -> None:
+    message = f"unknown algorithm 'star': choose from {', '.join(ALL_REDUCE)}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        on_threads(2, lambda communicator: communicator.all_reduce(torch.ones(1), "star"))
+
+
+DIFFERENT = [
+    (
+        lambda c: c.all_reduce(torch.ones(3 + (c.rank == 1))),
+        "rank 0 wants to all_reduce 3 elements of torch.float32 by ring, "
+        "but rank 1 wants to all_reduce 4 elements of torch.float32 by ring",
+    ),
+    (
+        lambda c: c.all_reduce(torch.ones(3, dtype=torch.float64 if c.rank == 1 else torch.float32)),
+        "rank 0 wants to all_reduce 3 elements of torch.float32 by ring, "
+        "but rank 1 wants to all_reduce 3 elements of torch.float64 by ring",
+    ),
+    (
+        lambda c: c.broadcast(torch.ones(3), root=c.rank),
+        "rank 0 wants to broadcast from rank 0 3 elements of torch.float32 by broadcast, "
+        "but rank 1 wants to broadcast from rank 1 3 elements of torch.float32 by broadcast",
+    ),
+    (
+        lambda c: c.barrier() if c.rank == 1 else c.all_reduce(torch.ones(3)),
+        "rank 0 wants to all_reduce 3 elements of torch.float32 by ring, but rank 1 wants to meet at a barrier",
+    ),
+    (
+        lambda c: c.share(5) if c.rank == 1 else c.barrier(),
+        "rank 0 wants to meet at a barrier, but rank 1 wants to share 5 elements of torch.float32",
+    ),
+]
+
+
+@pytest.mark.parametrize("operation, message", DIFFERENT)
+def test_ranks_that_do_different_things_are_told_so(operation: Callable[[Communicator], Any], message: str) -> None:
+    with pytest.raises(TransportError) as raised:
+        on_threads(2, operation)
+    assert str(raised.value) == f"{message}: all ranks must call the same operations in the same order"
+
+
+def roles(communicator: Communicator) -> tuple[Any, ...]:
+    c = communicator
+    return c.rank, c.world_size, c.worker_count, c.worker_index, c.is_server, c.first_worker
+
+
+@pytest.mark.parametrize(
+    "servers, expected",
+    [
+        (0, [(0, 3, 3, 0, False, 0), (1, 3, 3, 1, False, 0), (2, 3, 3, 2, False, 0)]),
+        (1, [(0, 3, 2, None, True, 1), (1, 3, 2, 0, False, 1), (2, 3, 2, 1, False, 1)]),
+        (2, [(0, 3, 1, None, True, 2), (1, 3, 1, None, True, 2), (2, 3, 1, 0, False, 2)]),
+    ],
+)
+def test_servers_come_first_and_are_no_workers(servers: int, expected: list[tuple[Any, ...]]) -> None:
+    assert on_threads(3, roles, server_count=servers) == expected
+
+
+# ---- in processes ----
+
+
+@pytest.mark.parametrize("pipes", [False, True])
+def test_the_same_in_processes(pipes: bool) -> None:
+    sizes = [1, 2, 3, 70_000, 5, 1]
+    expected = [111 * numel for numel in sizes for _ in range(2)]
+    assert launch(many_sizes, 3, sizes, signal_pipes=pipes, threads=1, deadline_s=20.0) == [expected] * 3
+    broadcasts = launch(broadcast_from_all, 3, signal_pipes=pipes, threads=1, deadline_s=20.0)
+    assert broadcasts == [[[0.0] * 4, [1.0] * 4, [2.0] * 4]] * 3
+
+
+def test_different_sizes_end_the_run_and_name_both() -> None:
+    with pytest.raises(WorkerFailure) as raised:
+        launch(lambda c: c.all_reduce(torch.ones(3 + c.rank)), 2, threads=1, deadline_s=10.0)
+    text = str(raised.value)
+    assert re.search(
+        r"rank [01] failed: TransportError: rank [01] wants to all_reduce [34] elements of torch\.float32 by ring, "
+        r"but rank [01] wants to all_reduce [34] elements of torch\.float32 by ring",
+        text,
+    )
+
+
+def count_descriptors(communicator: Communicator) -> list[int]:
+    counts = []
+    for numel in (10, 3000, 100_000, *range(1, 400), 100_000):
+        communicator.all_reduce(torch.ones(numel))
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
+
+
+@pytest.mark.parametrize("pipes", [False, True])
+def test_descriptors_stay_flat_in_a_worker(pipes: bool) -> None:
+    for counts in launch(count_descriptors, 2, signal_pipes=pipes, threads=1, deadline_s=20.0):
+        assert counts[0] == counts[2] == counts[-1] == max(counts)

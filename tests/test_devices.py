@@ -1,0 +1,196 @@
+"""How many processes, where, and on how many processors; no GPU is needed to test it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_parallel import devices
+from torch_parallel.devices import (
+    DeviceError,
+    cgroup_cpu_quota,
+    choose_processes,
+    free_memory_bytes,
+    threads_per_worker,
+    usable_cpus,
+)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """As many GPUs as the test's parameter says, and 4 processors."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: request.param)
+    monkeypatch.setattr(devices, "usable_cpus", lambda: 4)
+
+
+@pytest.mark.parametrize(
+    "gpus, n, device, servers, expected",
+    [
+        # no argument at all
+        (0, None, "auto", 0, (2, "cpu", "no GPU was found: training on the CPU with 2 processes")),
+        (0, None, "auto", 1, (3, "cpu", "no GPU was found: training on the CPU with 3 processes")),
+        (1, None, "auto", 0, (2, "cpu", "only 1 GPU was found: training on the CPU with 2 processes")),
+        (2, None, "auto", 0, (2, "cuda", None)),
+        (8, None, "auto", 1, (8, "cuda", None)),
+        # a number
+        (0, 1, "auto", 0, (1, "cpu", "no GPU was found: training on the CPU with 1 process")),
+        (
+            0,
+            5,
+            "auto",
+            0,
+            (5, "cpu", "no GPU was found: training on the CPU with 5 processes, more than the 4 processors there are"),
+        ),
+        (1, 1, "auto", 0, (1, "cuda", None)),
+        (4, 3, "auto", 0, (3, "cuda", None)),
+        # a device
+        (8, 3, "cpu", 0, (3, "cpu", None)),
+        (8, None, "cpu", 0, (2, "cpu", "training on the CPU with 2 processes")),
+        (8, None, "cpu", 1, (3, "cpu", "training on the CPU with 3 processes")),
+        (2, None, "cuda", 0, (2, "cuda", None)),
+        (4, 1, "cuda", 0, (1, "cuda", None)),
+    ],
+    indirect=["gpus"],
+)
+def test_choice(gpus: None, n: int | None, device: str, servers: int, expected: tuple[int, str, str | None]) -> None:
+    assert choose_processes(n, device, servers) == expected
+
+
+@pytest.mark.parametrize(
+    "gpus, n, device, line",
+    [
+        (
+            4,
+            99,
+            "auto",
+            "--n_gpus 99: this machine has 4 GPUs; ask for at most 4, or train on the CPU with --device cpu",
+        ),
+        (
+            1,
+            2,
+            "auto",
+            "--n_gpus 2: this machine has 1 GPU; ask for at most 1, or train on the CPU with --device cpu",
+        ),
+        (0, 2, "cuda", "--n_gpus 2: this machine has 0 GPUs; train on the CPU with --device cpu"),
+        (0, None, "cuda", "--n_gpus 2: this machine has 0 GPUs; train on the CPU with --device cpu"),
+    ],
+    indirect=["gpus"],
+)
+def test_more_than_there_are(gpus: None, n: int | None, device: str, line: str) -> None:
+    with pytest.raises(DeviceError) as raised:
+        choose_processes(n, device)
+    assert str(raised.value) == line
+
+
+def test_cpu_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("CUDA was asked"))
+    assert choose_processes(2, "cpu") == (2, "cpu", None)
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        ({}, None),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu.max": "25000 100000\n"}, 0.25),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4.0),
+        ({"cpu/cpu.cfs_quota_us": "400000\n"}, None),
+        ({"cpu.max": "nonsense\n"}, None),
+        ({"cpu.max": ""}, None),
+    ],
+)
+def test_cgroup_quota(tmp_path: Path, files: dict[str, str], expected: float | None) -> None:
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+    assert cgroup_cpu_quota(tmp_path) == expected
+
+
+MEMINFO = "MemTotal:       16000 kB\nMemFree:         1000 kB\nMemAvailable:    6000 kB\nHugePages_Total:  0\n"
+STAT_V2 = "anon 1\nfile 9\ninactive_file 300000\nactive_file 200000\n"
+STAT_V1 = "cache 9\ninactive_file 7\ntotal_inactive_file 300000\ntotal_active_file 200000\n"
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        ({}, None),
+        ({"meminfo": MEMINFO}, 6000 * 1024),
+        ({"meminfo": "MemTotal: 16000 kB\n"}, None),
+        # a container: the limit less what is used, of which 500,000 bytes only cache files
+        (
+            {"meminfo": MEMINFO, "memory.max": "5000000\n", "memory.current": "2000000\n", "memory.stat": STAT_V2},
+            3_500_000,
+        ),
+        ({"memory.max": "5000000\n", "memory.current": "2000000\n", "memory.stat": STAT_V2}, 3_500_000),
+        ({"memory.max": "5000000\n", "memory.current": "6000000\n", "memory.stat": STAT_V2}, 0),
+        ({"meminfo": MEMINFO, "memory.max": "max\n", "memory.current": "1\n", "memory.stat": STAT_V2}, 6000 * 1024),
+        (
+            {
+                "meminfo": MEMINFO,
+                "memory/memory.limit_in_bytes": "1000000\n",
+                "memory/memory.usage_in_bytes": "900000\n",
+                "memory/memory.stat": STAT_V1,
+            },
+            600_000,
+        ),
+        (
+            {  # no limit is a very large one in version 1
+                "meminfo": MEMINFO,
+                "memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "memory/memory.usage_in_bytes": "900000\n",
+                "memory/memory.stat": STAT_V1,
+            },
+            6000 * 1024,
+        ),
+    ],
+)
+def test_free_memory(tmp_path: Path, files: dict[str, str], expected: int | None) -> None:
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+    assert free_memory_bytes(tmp_path / "meminfo", tmp_path) == expected
+
+
+def test_free_memory_of_this_machine() -> None:
+    free = free_memory_bytes()
+    assert free is not None and 0 < free <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize(
+    "affinity, quota, expected", [(8, None, 8), (8, 3.9, 3), (2, 16.0, 2), (8, 0.25, 1), (1, None, 1)]
+)
+def test_usable_cpus(monkeypatch: pytest.MonkeyPatch, affinity: int, quota: float | None, expected: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(affinity)))
+    monkeypatch.setattr(devices, "cgroup_cpu_quota", lambda: quota)
+    assert usable_cpus() == expected
+
+
+@pytest.mark.parametrize(
+    "cpus, asked, processes, expected",
+    [
+        (8, None, 2, 4),
+        (8, None, 3, 2),
+        (2, None, 8, 1),
+        (8, "3", 2, 3),
+        (2, "16", 8, 16),
+        (8, "0", 2, 4),
+        (8, "4,2", 2, 4),
+        (8, "", 8, 1),
+    ],
+)
+def test_threads_per_worker(
+    monkeypatch: pytest.MonkeyPatch, cpus: int, asked: str | None, processes: int, expected: int
+) -> None:
+    monkeypatch.setattr(devices, "usable_cpus", lambda: cpus)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert threads_per_worker(processes) == expected

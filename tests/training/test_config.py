@@ -1,0 +1,297 @@
+"""The command line of a run: its flags are the fields of RunConfig; what cannot be is one line and exit code 2."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from torch_parallel.command_line import run_command
+from torch_parallel.strategies import STRATEGIES
+from torch_parallel.training.config import ConfigError, RunConfig, command_line_parser
+from torch_parallel.training.optimizers import OPTIMIZERS
+from torch_parallel.training.schedule import SCHEDULES
+from torch_parallel.workloads import DATASETS, MODELS
+from torch_parallel.workloads.mnist import FILES
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty working directory, no data in the environment, and a mirror that refuses every download."""
+    from torchvision.datasets import MNIST
+
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.delenv("TORCH_PARALLEL_DATA", raising=False)
+    monkeypatch.setattr(MNIST, "mirrors", ["http://127.0.0.1:1/"])
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """`run_command` sets signal handlers, as the last thing that a process does with them."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def parse(*arguments: str) -> RunConfig:
+    return RunConfig.from_command_line(arguments)
+
+
+def the_one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    output, errors = capsys.readouterr()
+    assert output == ""
+    (line,) = errors.splitlines()
+    return line
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The line with which the command line is refused, while it is read."""
+    with pytest.raises(SystemExit) as ended:
+        parse(*arguments)
+    assert ended.value.code == 2
+    return the_one_line(capsys)
+
+
+def command_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    """The line with which `train.py` refuses what only the machine can tell."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        run_command("train.py", train.main)
+    assert ended.value.code == 2
+    line = the_one_line(capsys)
+    assert line.startswith("train.py: error: ")
+    return line
+
+
+# What the flags are.
+
+
+def test_every_field_is_a_flag_of_its_name_and_there_are_no_others() -> None:
+    flags = re.findall(r"^  (--\w+)", command_line_parser().format_help(), flags=re.MULTILINE)
+    assert flags == [f"--{field.name}" for field in dataclasses.fields(RunConfig)]
+    assert all(field.metadata["help"] for field in dataclasses.fields(RunConfig))
+
+
+@pytest.mark.parametrize(
+    ("name", "registry"),
+    [
+        ("strategy", STRATEGIES),
+        ("optimizer", OPTIMIZERS),
+        ("model", MODELS),
+        ("dataset", DATASETS),
+        ("lr_schedule", SCHEDULES),
+    ],
+)
+def test_choices_are_the_registries(name: str, registry: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
+    for choice in registry:
+        assert getattr(parse(f"--{name}", choice), name) == choice
+    line = refused(capsys, f"--{name}", "bogus")
+    assert f"--{name}" in line and "bogus" in line
+    assert re.findall(r"\w+", line.split("choose from")[1]) == list(registry)
+
+
+def test_defaults() -> None:
+    config = parse()
+    assert config == RunConfig()
+    assert (config.strategy, config.n_gpus, config.batch_size, config.dataset) == ("ring_all_reduce", None, 64, None)
+    assert (config.epochs_on("mnist"), config.epochs_on("digits")) == (3, 10)
+    assert parse("--epochs", "2").epochs_on("digits") == 2
+    assert [parse("--optimizer", name).learning_rate for name in ("sgd", "adam", "adamw")] == [0.02, 0.001, 0.001]
+    assert parse("--optimizer", "adam", "--lr", "0").learning_rate == 0
+
+
+def test_values_arrive_with_their_types() -> None:
+    config = parse("--n_gpus", "4", "--lr", "1e-3", "--batch_size=7", "--data_dir", "x", "--seed", str(2**63 - 1))
+    assert (config.n_gpus, config.lr, config.batch_size, config.data_dir, config.seed) == (4, 0.001, 7, "x", 2**63 - 1)
+    assert type(config.n_gpus) is int and type(parse("--lr", "1").lr) is float
+
+
+def test_a_config_does_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RunConfig().epochs = 5  # type: ignore[misc]
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse("--help")
+    output, errors = capsys.readouterr()
+    assert (ended.value.code, errors) == (0, "")
+    for word in (*(f"--{field.name}" for field in dataclasses.fields(RunConfig)), *STRATEGIES, *OPTIMIZERS, *MODELS):
+        assert word in output
+
+
+# What cannot be, whatever the machine.
+
+BAD = [
+    ("--n_gpus", "0", "at least 1"),
+    ("--n_gpus", "-1", "at least 1"),
+    ("--n_gpus", "abc", "int"),
+    ("--n_gpus", "2.0", "int"),
+    ("--batch_size", "0", "at least 1"),
+    ("--epochs", "0", "at least 1"),
+    ("--lr", "-1", "not < 0"),
+    ("--lr", "nan", "finite"),
+    ("--lr", "inf", "finite"),
+    ("--momentum", "1.5", "[0, 1)"),
+    ("--momentum", "1", "[0, 1)"),
+    ("--momentum", "nan", "[0, 1)"),
+    ("--weight_decay", "-0.1", "not < 0"),
+    ("--weight_decay", "inf", "finite"),
+    ("--train_size", "0", "at least 1"),
+    ("--seed", "-1", "[0, 2^63)"),
+    ("--seed", str(2**63), "[0, 2^63)"),
+    ("--bucket_mb", "0", "> 0"),
+    ("--bucket_mb", "nan", "> 0"),
+    ("--deadline_s", "0", "> 0"),
+    ("--deadline_s", "inf", "finite"),
+    ("--device", "tpu", "choose from"),
+    ("--dtype", "int8", "choose from"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "why"), BAD)
+def test_a_bad_value_is_one_line_that_names_flag_and_value(
+    name: str, value: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(capsys, name, value)
+    said = f"{float(value)}" if "not < 0" in why else value  # -1 is told as -1.0
+    assert name in line and said in line and why in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--bogus", "1"], "--bogus"),
+        (["stray"], "stray"),
+        (["--strat", "param_server"], "--strat"),
+        (["--n", "2"], "--n"),
+        (["--n-gpus", "2"], "--n-gpus"),
+        (["--n_gpus"], "--n_gpus"),
+    ],
+)
+def test_flags_are_written_out_and_spelled_right(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert named in refused(capsys, *arguments)
+
+
+def test_the_server_of_param_server_needs_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "at least 2" in refused(capsys, "--strategy", "param_server", "--n_gpus", "1")
+    assert parse("--strategy", "param_server", "--n_gpus", "2").n_gpus == 2
+    assert parse("--strategy", "ring_all_reduce", "--n_gpus", "1").n_gpus == 1
+
+
+def test_in_python_the_same_values_raise() -> None:
+    with pytest.raises(ConfigError, match=r"--n_gpus 0: .*at least 1"):
+        RunConfig(n_gpus=0)
+    with pytest.raises(ConfigError, match="choose from ring_all_reduce, param_server"):
+        RunConfig(strategy="bogus")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("n_gpus", "4"), ("n_gpus", 2.0), ("epochs", 2.5), ("lr", "0.1"), ("batch_size", None)]
+)
+def test_in_python_a_value_of_another_type_raises_too(name: str, value: object) -> None:
+    """Else it would fail in the workers, or be written to the manifest in a form that nobody expects."""
+    with pytest.raises(ConfigError, match=f"--{name} .*{re.escape(str(value))}"):
+        RunConfig(**{name: value})  # type: ignore[arg-type]
+
+
+def test_in_python_a_whole_number_does_for_a_float() -> None:
+    assert RunConfig(lr=1, weight_decay=0, bucket_mb=2).learning_rate == 1
+
+
+# What this machine cannot do.
+
+
+@pytest.mark.parametrize(("gpus", "n"), [(1, "2"), (2, "3")])
+def test_more_gpus_than_there_are_on_the_command_line(
+    gpus: int, n: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, handlers: None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    line = command_refused(capsys, monkeypatch, "--n_gpus", n, "--dataset", "digits")
+    assert f"--n_gpus {n}" in line and f"this machine has {gpus} GPU" in line
+
+
+def test_no_gpu_and_no_folder(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, handlers: None
+) -> None:
+    assert "this machine has 0 GPUs" in command_refused(capsys, monkeypatch, "--device", "cuda")
+    line = command_refused(capsys, monkeypatch, "--data_dir", "nowhere")
+    assert "--data_dir nowhere" in line and "no such folder" in line
+
+
+def damage_nothing(place: Path) -> None:
+    for name in FILES:
+        (place / name).write_bytes(b"")
+
+
+def damage_packed(place: Path) -> None:
+    for name in FILES:
+        (place / f"{name}.gz").write_bytes(gzip.compress(bytes(1000))[:-10])
+
+
+@pytest.mark.parametrize("damage", [damage_nothing, damage_packed])
+@pytest.mark.parametrize("dataset", [[], ["--dataset", "mnist"]], ids=["default", "mnist"])
+def test_damaged_data_are_never_passed_over_for_others(
+    damage: object,
+    dataset: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    handlers: None,
+) -> None:
+    (tmp_path / "mnist").mkdir()
+    damage(tmp_path / "mnist")  # type: ignore[operator]
+    line = command_refused(capsys, monkeypatch, "--data_dir", str(tmp_path), *dataset)
+    assert str(tmp_path / "mnist" / FILES[0]) in line and "delete it" in line
+
+
+def test_data_that_cannot_be_had(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, handlers: None
+) -> None:
+    line = command_refused(capsys, monkeypatch, "--dataset", "mnist")
+    assert "neither found in data nor downloadable" in line and "--dataset digits" in line
+    assert not list(Path().iterdir())
+
+
+def test_a_subset_larger_than_the_data(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, handlers: None
+) -> None:
+    line = command_refused(capsys, monkeypatch, "--dataset", "digits", "--train_size", "1438")
+    assert "1438" in line and "1437" in line
+
+
+@pytest.mark.parametrize("folder", ["file", "file/below", "dangling"])
+def test_results_that_cannot_be_written(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, handlers: None
+) -> None:
+    Path("file").write_text("")
+    os.symlink("nowhere/at/all", "dangling")
+    line = command_refused(capsys, monkeypatch, "--dataset", "digits", "--device", "cpu", "--results_dir", folder)
+    assert f"--results_dir {folder}" in line
+    assert sorted(path.name for path in Path().iterdir()) == ["dangling", "file"]
+
+
+def test_a_refusal_of_the_real_command() -> None:
+    """Exit code and streams of the process itself."""
+    command = [sys.executable, ROOT / "train.py", "--n_gpus", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "train.py: error: --n_gpus 0: at least 1 process is needed\n"
+    assert not list(Path().iterdir())

@@ -1,0 +1,472 @@
+"""What every transport promises, held against all of them: threads, sequence numbers, and pipes that carry signals."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_parallel.collectives import ALL_REDUCE, COLLECTIVES, RING_ALL_REDUCE, broadcast_from, reduce_to
+from torch_parallel.launcher import launch
+from torch_parallel.transport.base import SharedBuffer, Transport, TransportError
+from torch_parallel.transport.local import LocalGroup
+
+TRANSPORTS = ("threads", "sequence numbers", "pipes")
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16)
+
+every_transport = pytest.mark.parametrize("kind", TRANSPORTS)
+
+
+def on_all_ranks(
+    kind: str, world_size: int, function: Callable[..., Any], *arguments: Any, deadline_s: float = 20.0
+) -> list[Any]:
+    """The results of `function(transport, *arguments)`, by rank."""
+    if kind != "threads":
+        return launch(
+            lambda communicator: function(communicator.transport, *arguments),
+            world_size,
+            threads=1,
+            deadline_s=deadline_s,
+            signal_pipes=kind == "pipes",
+        )
+    group = LocalGroup(world_size, deadline_s)
+    results: dict[int, Any] = {}
+    errors: list[BaseException] = []
+
+    def body(rank: int) -> None:
+        try:
+            results[rank] = function(group.transport(rank), *arguments)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(world_size)]
+
+
+# ---- results ----
+
+
+def pattern(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """(rank + 1) * 1 2 3 4 5 6 7 1 2 3 ...: 8 ranks add up to at most 252, which even bfloat16 holds exactly."""
+    return ((rank + 1) * (torch.arange(numel) % 7 + 1)).to(dtype)
+
+
+def promised(name: str, rank: int, world_size: int, numel: int, dtype: torch.dtype) -> list[tuple[slice, Tensor]]:
+    """What each collective has to leave on a rank: the parts of the buffer, and what they hold. Worked out by hand."""
+    unit = pattern(0, numel, torch.float64)  # what rank 0 contributes; rank r contributes r + 1 times as much
+    total = world_size * (world_size + 1) // 2
+    ends = [0, *torch.tensor([len(part) for part in torch.arange(numel).tensor_split(world_size)]).cumsum(0).tolist()]
+    chunks = [slice(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
+    whole = slice(0, numel)
+    unchanged = [(whole, (rank + 1) * unit)]
+    if name in ALL_REDUCE:
+        parts = [(whole, total * unit)]
+    elif name == "ring_reduce_scatter":
+        parts = [(chunks[rank], total * unit[chunks[rank]])]
+    elif name == "ring_all_gather":
+        parts = [(chunk, (owner + 1) * unit[chunk]) for owner, chunk in enumerate(chunks)]
+    elif name == "reduce":
+        parts = [(whole, total * unit)] if rank == 0 else unchanged
+    elif name == "push":
+        parts = [(whole, (total - 1) * unit)] if rank == 0 and world_size > 1 else unchanged
+    else:
+        assert name == "broadcast", f"say here what {name} has to leave"
+        parts = [(whole, unit)]
+    return [(where, values.to(dtype)) for where, values in parts]
+
+
+def perform_everything(transport: Transport, sizes: list[int], dtypes: tuple[torch.dtype, ...]) -> list[str]:
+    """Each collective on each size and dtype; returns what was wrong. The ranks' buffers lie between two others."""
+    faults = []
+    for dtype in dtypes:
+        for numel in sizes:
+            before, buffer, after = (transport.share(numel, dtype) for _ in range(3))
+            if any(part.count_nonzero() for part in buffer.parts):
+                faults.append(f"{numel} {dtype}: not zero-filled")
+            transport.agree("have looked at the zeros")
+            for name, collective in COLLECTIVES.items():
+                transport.settle()
+                buffer.local.copy_(pattern(transport.rank, numel, dtype))
+                transport.perform(collective, buffer)
+                for where, values in promised(name, transport.rank, transport.world_size, numel, dtype):
+                    if not torch.equal(buffer.local[where], values):
+                        faults.append(f"{name}, {numel} {dtype}, {where}: {buffer.local[where][:9]} not {values[:9]}")
+            if before.local.count_nonzero() or after.local.count_nonzero():
+                faults.append(f"{numel} {dtype}: wrote outside the buffer")
+    return faults
+
+
+@pytest.mark.parametrize(
+    "kind, world_size", [*((kind, n) for kind in TRANSPORTS for n in (1, 2, 3, 4, 5)), ("threads", 8)]
+)
+def test_every_collective_every_size_every_dtype(kind: str, world_size: int) -> None:
+    sizes = sorted({0, 1, 2, world_size - 1, world_size, world_size + 1, 7, 1009})
+    assert on_all_ranks(kind, world_size, perform_everything, sizes, DTYPES) == [[]] * world_size
+
+
+@every_transport
+@pytest.mark.parametrize("world_size, dtype", [(3, torch.float32), (4, torch.bfloat16)])
+def test_a_million_and_three_elements(kind: str, world_size: int, dtype: torch.dtype) -> None:
+    assert on_all_ranks(kind, world_size, perform_everything, [1_000_003], (dtype,)) == [[]] * world_size
+
+
+def all_reduced(transport: Transport, values: list[float], numel: int) -> list[float]:
+    buffer = transport.share(numel, torch.float32)
+    buffer.local.fill_(values[transport.rank])
+    transport.perform(RING_ALL_REDUCE, buffer)
+    return sorted(set(buffer.local.tolist()))
+
+
+@every_transport
+@pytest.mark.parametrize("world_size, total", [(1, 1.0), (2, 3.0), (3, 6.0), (4, 10.0), (5, 15.0)])
+def test_ones_times_rank_plus_one(kind: str, world_size: int, total: float) -> None:
+    values = [rank + 1.0 for rank in range(world_size)]
+    assert on_all_ranks(kind, world_size, all_reduced, values, 11) == [[total]] * world_size
+
+
+def reduce_random(transport: Transport, name: str, numel: int) -> Tensor:
+    """Normal numbers of 16 orders of magnitude, whose float32 sum depends on the order of adding."""
+    generator = torch.Generator().manual_seed(transport.rank)
+    values = torch.randn(numel, generator=generator) * 10 ** (16 * torch.rand(numel, generator=generator) - 8)
+    buffer = transport.share(numel, torch.float32)
+    buffer.local.copy_(values)
+    transport.perform(ALL_REDUCE[name], buffer)
+    transport.settle()
+    return torch.stack([values, buffer.local])
+
+
+@every_transport
+@pytest.mark.parametrize("name", ALL_REDUCE)
+def test_same_bits_on_every_rank(kind: str, name: str) -> None:
+    results = on_all_ranks(kind, 4, reduce_random, name, 4099)
+    inputs = torch.stack([values for values, _ in results]).double()
+    sums = [total for _, total in results]
+    for total in sums[1:]:
+        assert torch.equal(total.view(torch.int32), sums[0].view(torch.int32))
+    bound = inputs.abs().sum(0) * 4 * 2**-24
+    assert bool(((sums[0].double() - inputs.sum(0)).abs() <= bound).all())
+
+
+def reduce_scatter_leaves(transport: Transport, numel: int) -> tuple[list[list[int]], list[int]]:
+    """All parts after a ring reduce_scatter, as rank 0 sees them, and what lies behind the narrowed buffer."""
+    wide = transport.share(numel + 5, torch.int64)
+    wide.local.fill_(-1)
+    buffer = wide.narrow(numel)
+    buffer.local.fill_(10**transport.rank)
+    transport.perform(COLLECTIVES["ring_reduce_scatter"], buffer)
+    transport.settle()
+    transport.agree("look at the parts")
+    return [part.tolist() for part in buffer.parts], wide.local[numel:].tolist()
+
+
+@every_transport
+def test_reduce_scatter_changes_only_what_it_sums(kind: str) -> None:
+    # One digit a rank, so a number shows whose contributions it holds. Chunk k ends on rank k; on the way it grows on
+    # ranks k+1 (its first sender, where it stays as it was), k+2, k+3 and k.
+    expected = [
+        [1111, 1101, 1001, 1],
+        [10, 1111, 1011, 11],  # read: of rank 1, chunks 0, 1, 2 and 3
+        [110, 100, 1111, 111],
+        [1110, 1100, 1000, 1111],
+    ]
+    # chunk 0 of rank 3 holds ranks 1, 2, 3; chunk 3 of rank 0 is rank 0's own, first to be sent
+    for parts, behind in on_all_ranks(kind, 4, reduce_scatter_leaves, 4):
+        assert parts == expected
+        assert behind == [-1] * 5
+
+
+# ---- races ----
+
+
+def digits(rank: int, repetition: int, numel: int) -> Tensor:
+    return (torch.arange(numel) + repetition) % 1000 * 1000**rank
+
+
+def hammer(transport: Transport, repetitions: int, numel: int, seed: int) -> list[str]:
+    """Random collectives back to back on two buffers, refilled after `settle`, with sleeps at random ranks."""
+    common, own = random.Random(seed), random.Random(seed * 100 + transport.rank)
+    buffers = [transport.share(numel, torch.int64) for _ in range(2)]
+    rank, world_size, faults = transport.rank, transport.world_size, []
+    mine = slice(numel * rank // world_size, numel * (rank + 1) // world_size)
+    for repetition in range(repetitions):
+        name, buffer = common.choice(list(COLLECTIVES)), common.choice(buffers)
+        if own.random() < 0.1:
+            time.sleep(own.random() * 0.004)
+        transport.settle()
+        buffer.local.copy_(digits(rank, repetition, numel))
+        if own.random() < 0.1:
+            time.sleep(own.random() * 0.004)
+        transport.perform(COLLECTIVES[name], buffer)
+        everyone = [digits(r, repetition, numel) for r in range(world_size)]
+        if name in ALL_REDUCE:
+            where, expected = slice(None), torch.stack(everyone).sum(0)
+        elif name == "ring_reduce_scatter":
+            where, expected = mine, torch.stack(everyone).sum(0)[mine]
+        elif name == "ring_all_gather":
+            owned = [slice(numel * r // world_size, numel * (r + 1) // world_size) for r in range(world_size)]
+            where, expected = slice(None), torch.cat([everyone[r][owned[r]] for r in range(world_size)])
+        elif name == "broadcast":
+            where, expected = slice(None), everyone[0]
+        else:  # reduce and push, onto rank 0
+            where, expected = slice(None), everyone[rank]
+            if rank == 0:
+                expected = torch.stack(everyone if name == "reduce" else everyone[1:]).sum(0)
+        if not torch.equal(buffer.local[where], expected):
+            faults.append(f"{name} in repetition {repetition}")
+    return faults
+
+
+@every_transport
+@pytest.mark.parametrize("world_size, numel", [(3, 24_000), (5, 1000)])
+def test_hundreds_in_a_row_with_slow_ranks(kind: str, world_size: int, numel: int) -> None:
+    """Whoever is signalled too early, or twice for once, reads another repetition's numbers."""
+    assert on_all_ranks(kind, world_size, hammer, 250, numel, 7) == [[]] * world_size
+
+
+def broadcast_to_a_slow_reader(transport: Transport, wait_for_reader: bool) -> tuple[list[float], float]:
+    """Rank 0 overwrites its buffer right after a broadcast, of which rank 2 reads its part 0.3 s late."""
+    buffer = transport.share(6, torch.float32)
+    collective = broadcast_from(0)
+    buffer.local.fill_(1.0)
+    transport.perform(collective, buffer)  # binds the plan
+    transport.settle()
+    buffer.local.fill_(2.0)
+    if transport.rank == 2:
+        rounds = buffer.plans[collective].rounds
+        ((source, copy, theirs, nbytes),) = rounds[0][1]
+        rounds[0][1][0] = (source, lambda tensor: (time.sleep(0.3), copy(tensor)), theirs, nbytes)
+    transport.agree("begin")
+    transport.perform(collective, buffer)
+    start_s = time.perf_counter()
+    if wait_for_reader:
+        transport.settle()
+    settle_s = time.perf_counter() - start_s
+    if transport.rank == 0:
+        buffer.local.fill_(3.0)
+    return buffer.local.tolist(), settle_s
+
+
+@every_transport
+def test_settle_waits_for_a_slow_reader(kind: str) -> None:
+    results = on_all_ranks(kind, 3, broadcast_to_a_slow_reader, True)
+    assert [values for values, _ in results] == [[3.0] * 6, [2.0] * 6, [2.0] * 6]
+    assert results[0][1] > 0.25
+
+
+@every_transport
+def test_without_settle_the_slow_reader_is_overtaken(kind: str) -> None:
+    """Why `settle` exists, and that the test above can fail."""
+    results = on_all_ranks(kind, 3, broadcast_to_a_slow_reader, False)
+    assert results[2][0] == [3.0] * 6
+
+
+def all_reduce_with_slow_reads(transport: Transport, slow_rank: int) -> list[float]:
+    """Every read of one rank starts late; all refill as soon as `settle` lets them."""
+    buffer, seen = transport.share(transport.world_size * 2, torch.float64), []
+    for repetition in range(4):
+        transport.settle()
+        buffer.local.fill_(float(10**repetition * (transport.rank + 1)))
+        if repetition == 1 and transport.rank == slow_rank:
+            _make_reads_slow(buffer)
+        transport.perform(RING_ALL_REDUCE, buffer)
+        seen += sorted(set(buffer.local.tolist()))
+    return seen
+
+
+def _make_reads_slow(buffer: SharedBuffer) -> None:
+    for _, pulls in buffer.plans[RING_ALL_REDUCE].rounds:
+        for index, (source, operation, theirs, nbytes) in enumerate(pulls):
+            pulls[index] = (source, lambda tensor, read=operation: (time.sleep(0.03), read(tensor)), theirs, nbytes)
+
+
+@every_transport
+@pytest.mark.parametrize("slow_rank", [0, 2])
+def test_a_rank_that_reads_late_gets_the_right_sums(kind: str, slow_rank: int) -> None:
+    results = on_all_ranks(kind, 3, all_reduce_with_slow_reads, slow_rank)
+    assert results == [[6.0, 60.0, 600.0, 6000.0]] * 3
+
+
+# ---- counts ----
+
+
+def observed(transport: Transport, numel: int, dtype: torch.dtype) -> dict[str, Any]:
+    buffer = transport.share(numel, dtype)
+    seen: dict[str, Any] = {}
+    for name, collective in COLLECTIVES.items():
+        transport.settle()
+        transfers: list[Any] = []
+        transport.observer = transfers.append
+        before = list(transport.received_bytes)
+        start_s = time.perf_counter()
+        transport.perform(collective, buffer, purpose=f"the {name}")
+        end_s = time.perf_counter()
+        transport.observer = None
+        for t in transfers:
+            assert t.to == transport.rank and t.purpose == f"the {name}"
+            assert start_s <= t.wait_start_s <= t.start_s <= t.end_s <= end_s
+        read = [now - then for now, then in zip(transport.received_bytes, before, strict=True)]
+        seen[name] = [(t.source, t.bytes, t.round) for t in transfers], read
+    return seen
+
+
+@every_transport
+@pytest.mark.parametrize("world_size, numel, dtype", [(4, 1003, torch.float32), (3, 2, torch.float64)])
+def test_observed_bytes_and_messages_are_the_formulas(
+    kind: str, world_size: int, numel: int, dtype: torch.dtype
+) -> None:
+    results = on_all_ranks(kind, world_size, observed, numel, dtype)
+    for name, collective in COLLECTIVES.items():
+        messages: Counter[int] = Counter()
+        sent: Counter[int] = Counter()
+        for rank, seen in enumerate(results):
+            transfers, read = seen[name]
+            for source, nbytes, round_index in transfers:
+                messages[source] += 1
+                sent[source] += nbytes
+                assert 0 <= round_index < collective.round_count(rank, world_size)
+            by_source = Counter(dict.fromkeys(range(world_size), 0))
+            for source, nbytes, _ in transfers:
+                by_source[source] += nbytes
+            assert read == [by_source[source] for source in range(world_size)], name
+        for rank in range(world_size):
+            assert messages[rank] == collective.message_count(rank, world_size), name
+            assert sent[rank] == collective.sent_elements(rank, world_size, numel) * dtype.itemsize, name
+
+
+def test_bytes_of_the_ring_by_hand() -> None:
+    # 10 float32 on 4 ranks are chunks of 3, 3, 2, 2. A rank sends twice the buffer less its own chunk and its right
+    # neighbour's: 20 - 3 - 3, 20 - 3 - 2, 20 - 2 - 2 and 20 - 2 - 3 elements.
+    results = on_all_ranks("threads", 4, observed, 10, torch.float32)
+    read = [seen["ring"][1] for seen in results]
+    assert read == [[0, 0, 0, 60], [56, 0, 0, 0], [0, 60, 0, 0], [0, 0, 64, 0]]
+    assert [len(seen["ring"][0]) for seen in results] == [6, 6, 6, 6]
+
+
+def wait_for_rank_2(transport: Transport) -> list[float]:
+    buffer = transport.share(8, torch.float32)
+    before = list(transport.waited_s)
+    if transport.rank == 2:
+        time.sleep(0.4)
+    transport.perform(broadcast_from(2), buffer)
+    return [now - then for now, then in zip(transport.waited_s, before, strict=True)]
+
+
+@every_transport
+def test_waited_s_names_the_slow_peer(kind: str) -> None:
+    waited = on_all_ranks(kind, 3, wait_for_rank_2)
+    for rank in (0, 1):
+        assert waited[rank][2] > 0.3
+        assert waited[rank][:2] == [0.0, 0.0]
+    assert waited[2] == [0.0, 0.0, 0.0]
+
+
+# ---- errors ----
+
+
+def rank_1_stays_away(transport: Transport, what: str) -> str:
+    buffer = transport.share(9, torch.float32)
+    if transport.rank == 1:
+        return ""
+    try:
+        if what == "agree":
+            transport.agree("meet here")
+        elif what == "settle":  # rank 1 is to read what rank 0 broadcasts
+            transport.perform(broadcast_from(0), buffer)
+            transport.settle()
+        elif what == "settle unnamed":
+            transport.perform(reduce_to(0), buffer)
+        else:
+            transport.perform(RING_ALL_REDUCE, buffer, "gradients of bucket 3")
+    except TransportError as error:
+        return str(error)
+    return "no error"
+
+
+@every_transport
+@pytest.mark.parametrize(
+    "what, on_rank_0, on_rank_2",
+    [
+        # the ring of 3: rank 2 needs rank 1 in the first round; rank 0 gets rank 2's first chunk and misses the second
+        (
+            "ring",
+            "rank 0, gradients of bucket 3, round 1: no signal from rank 2 for X s",
+            "rank 2, gradients of bucket 3, round 0: no signal from rank 1 for X s",
+        ),
+        (
+            "agree",
+            "rank 0, meet here: no signal from rank 1 for X s",
+            "rank 2, meet here: no signal from rank 1 for X s",
+        ),
+        ("settle", "rank 0, end of the peer's reading: no signal from rank 1 for X s", "no error"),
+        ("settle unnamed", "rank 0, reduce, round 0: no signal from rank 1 for X s", "no error"),
+    ],
+)
+def test_deadline_names_rank_peer_purpose_and_round(kind: str, what: str, on_rank_0: str, on_rank_2: str) -> None:
+    errors = on_all_ranks(kind, 3, rank_1_stays_away, what, deadline_s=0.3)
+    assert [re.sub(r"for 0\.[3-9] s$", "for X s", error) for error in errors] == [on_rank_0, "", on_rank_2]
+
+
+def ask_for(transport: Transport, requests: list[tuple[int, str]]) -> str:
+    numel, dtype = requests[transport.rank]
+    try:
+        transport.share(numel, getattr(torch, dtype))
+    except TransportError as error:
+        return str(error)
+    return "no error"
+
+
+@every_transport
+def test_ranks_that_share_different_buffers_are_told_so(kind: str) -> None:
+    errors = on_all_ranks(kind, 3, ask_for, [(5, "float32"), (5, "float32"), (6, "float64")])
+    advice = "all ranks must call the same operations in the same order"
+    five, six = "share 5 elements of torch.float32", "share 6 elements of torch.float64"
+    assert errors == [
+        f"rank 0 wants to {five}, but rank 2 wants to {six}: {advice}",
+        f"rank 1 wants to {five}, but rank 2 wants to {six}: {advice}",
+        f"rank 2 wants to {six}, but rank 0 wants to {five}: {advice}",
+    ]
+
+
+def agree_again_and_again(transport: Transport, texts: list[str], odd_one: int) -> tuple[int, str]:
+    """How many agreements were reached, and the error that ended them."""
+    reached = 0
+    try:
+        for index, text in enumerate(texts):
+            own = "something else" if (transport.rank, index) == (1, odd_one) else text
+            transport.agree(own)
+            reached += 1
+    except TransportError as error:
+        return reached, str(error)
+    return reached, ""
+
+
+@every_transport
+def test_agreement_of_any_text(kind: str) -> None:
+    texts = ["", "a", "é" * 150, "a" * 199 + "é", "x" * 500, *(f"step {index}" for index in range(300))]
+    assert on_all_ranks(kind, 3, agree_again_and_again, texts, -1) == [(305, "")] * 3
+
+
+@every_transport
+@pytest.mark.parametrize("odd_one", [3, 4])
+def test_the_one_agreement_that_differs(kind: str, odd_one: int) -> None:
+    texts = [f"step {index}" for index in range(6)]
+    results = on_all_ranks(kind, 3, agree_again_and_again, texts, odd_one)
+    assert [reached for reached, _ in results] == [odd_one] * 3
+    assert results[0][1].startswith(f"rank 0 wants to step {odd_one}, but rank 1 wants to something else:")
+    assert results[1][1].startswith(f"rank 1 wants to something else, but rank 0 wants to step {odd_one}:")
+    assert results[2][1].startswith(f"rank 2 wants to step {odd_one}, but rank 1 wants to something else:")
