@@ -149,7 +149,8 @@ def fail_in(way: str) -> Callable[[Communicator], Any]:
         ),
     ],
 )
-def test_errors_that_do_not_travel_well(way: str, headline: str) -> None:
+def test_errors_that_do_not_travel_well(monkeypatch: pytest.MonkeyPatch, way: str, headline: str) -> None:
+    monkeypatch.setattr(launcher, "LAST_WORDS_S", 0.1)
     lines, failure = failure_of(fail_in(way), 2)
     assert lines[0] == headline
     assert failure.rank == 1
@@ -453,8 +454,8 @@ def script(tmp_path: Path) -> Iterator[Launched]:
 def test_the_launcher_is_ended_and_takes_workers_in_c_code_with_it(
     script: Launched, number: int, to_all: bool, tracebacks: int
 ) -> None:
-    # The script, the resource tracker, the fork server and 3 workers: the script, which does not ask for `__name__`, was
-    # not run again by its own workers.
+    # The script, the resource tracker, the fork server and 3 workers. They have not run the script once more, which
+    # does not ask for its `__name__`.
     assert len(session_of(script.process.pid)) == 6
     if to_all:
         os.killpg(script.process.pid, number)
@@ -464,26 +465,18 @@ def test_the_launcher_is_ended_and_takes_workers_in_c_code_with_it(
     assert errors.count("Traceback") == tracebacks, errors
 
 
-@pytest.fixture
-def training(tmp_path: Path) -> Iterator[Launched]:
+def test_two_interrupts_during_training(tmp_path: Path) -> None:
+    """`kill -INT` of the launcher, of which the workers know nothing, and Ctrl-C while it cleans up."""
     arguments = "--dataset digits --device cpu --n_gpus 3 --epochs 1000000 --strategy param_server"
     launched = Launched([str(ROOT / "train.py"), *arguments.split(), "--results_dir", str(tmp_path)], tmp_path)
-    launched.wait_for_line("epoch 2/")
-    yield launched
-    launched.close()
-
-
-def test_two_interrupts_during_training(training: Launched) -> None:
-    """`kill -INT` of the launcher, whose workers know nothing of it; and Ctrl-C while it cleans up."""
-    os.kill(training.process.pid, signal.SIGINT)
-    time.sleep(0.2)
-    os.killpg(training.process.pid, signal.SIGINT)
-    assert training.assert_all_gone(exit_code=130) == "train.py: interrupted\n"
-
-
-def test_termination_of_the_launcher_only(training: Launched) -> None:
-    os.kill(training.process.pid, signal.SIGTERM)
-    assert training.assert_all_gone(exit_code=143) == ""
+    try:
+        launched.wait_for_line("epoch 2/")
+        os.kill(launched.process.pid, signal.SIGINT)
+        time.sleep(0.2)
+        os.killpg(launched.process.pid, signal.SIGINT)
+        assert launched.assert_all_gone(exit_code=130) == "train.py: interrupted\n"
+    finally:
+        launched.close()
 
 
 def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The public names are loaded when they are first used, so that `import torch_para
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from torch_parallel.training.run import train as train
 
 __version__ = "0.1.0"
+
+if sys.platform == "win32":
+    raise ImportError("torch_parallel runs on Linux and macOS; on Windows, run it in WSL")
 
 _HOMES = {
     "Communicator": "communicator",

@@ -1,22 +1,20 @@
 """What a run needs, compared with what there is, before anything is started.
 
 A machine that runs out of memory or descriptors half-way kills workers without a word. Here the user is told in one
-line what is missing and what would help.
+line what is missing and what would help. The size of /dev/shm does not matter: on Linux the shared memory is an
+anonymous file, which takes the machine's memory, or the container's.
 """
 
 from __future__ import annotations
 
 import resource
-import shutil
-import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 
+from torch_parallel.devices import free_memory_bytes
 from torch_parallel.gradients.buckets import cut_into_buckets
 
 
@@ -54,23 +52,22 @@ def needs(
         return None
     elements = sum(parameter.numel() for group in groups for _, parameter in group)
     marks = sum(len(group) for group in groups)
-    buffers = len(groups) * (2 if has_server else 1)
     return Needs(
         ranks=n,
         bytes_per_rank=(elements * (2 if has_server else 1) + marks) * itemsize,
         data_bytes=data_bytes,
         launcher_descriptors=LAUNCHER_DESCRIPTORS + n * DESCRIPTORS_PER_WORKER,
-        worker_descriptors=WORKER_DESCRIPTORS + buffers,
+        worker_descriptors=WORKER_DESCRIPTORS,
     )
 
 
 LAUNCHER_DESCRIPTORS, DESCRIPTORS_PER_WORKER, WORKER_DESCRIPTORS = 40, 6, 60
-"""Generous counts: standard streams, the arena, pipes, sentinels, mappings of tables, data and scratch buffers."""
+"""Generous counts: standard streams, pipes, sentinels, and a descriptor for every 64 MiB of shared memory."""
 
 
 def check(required: Needs) -> None:
     """Raises PreflightError where memory or the limit of open files does not suffice."""
-    free = free_shared_bytes()
+    free = free_memory_bytes()
     if free is not None and required.shared_bytes > free:
         raise PreflightError(
             f"the run needs {_mb(required.shared_bytes)} of shared memory ({required.ranks} processes with "
@@ -82,33 +79,8 @@ def check(required: Needs) -> None:
     if limit != resource.RLIM_INFINITY and wanted > limit:
         raise PreflightError(
             f"the run may need {wanted} open files in one process, and the limit is {limit}: raise it "
-            f"(ulimit -n {2 * wanted}), or take fewer processes (--n_gpus) or larger buckets (--bucket_mb)"
+            f"(ulimit -n {2 * wanted}), or take fewer processes (--n_gpus)"
         )
-
-
-def free_shared_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that new shared memory may take: what the machine and the container have left; None where unknown.
-
-    On Linux the arena is an anonymous file in memory, which the size of /dev/shm does not limit. Elsewhere it is an
-    unlinked file in the temporary folder.
-    """
-    if sys.platform != "linux":
-        return shutil.disk_usage(tempfile.gettempdir()).free
-    left = []
-    try:
-        lines = meminfo.read_text().splitlines()
-        left += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    except (OSError, ValueError, IndexError):
-        pass
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            left.append(int((cgroup / limit).read_text()) - int((cgroup / used).read_text()))
-        except (OSError, ValueError):  # no such cgroup, or "max": no limit
-            continue
-    return max(0, min(left)) if left else None
 
 
 def _mb(nbytes: int) -> str:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def promised(name: str, rank: int, world_size: int, numel: int, dtype: torch.dty
     unit = pattern(0, numel, torch.float64)  # what rank 0 contributes; rank r contributes r + 1 times as much
     total = world_size * (world_size + 1) // 2
     ends = [0, *torch.tensor([len(part) for part in torch.arange(numel).tensor_split(world_size)]).cumsum(0).tolist()]
-    chunks = [slice(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
+    chunks = [slice(start, stop) for start, stop in pairwise(ends)]
     whole = slice(0, numel)
     unchanged = [(whole, (rank + 1) * unit)]
     if name in ALL_REDUCE:

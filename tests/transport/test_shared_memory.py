@@ -207,7 +207,7 @@ def test_a_wait_ends_with_the_signal_and_is_added_up(two_ranks: tuple[Signals, S
 
 
 def test_ranks_of_a_pair_have_numbers_of_their_own() -> None:
-    """Whatever the order in which all signals of 4 ranks are posted and taken, each is counted for its pair and kind."""
+    """All signals of 4 ranks, taken in another order than posted: each is counted for its pair and kind."""
     board = StatusBoard(memoryview(bytearray(StatusBoard.bytes_needed(4))), 4)
     memory = memoryview(bytearray(SequenceNumbers.bytes_needed(4)))
     inboxes = Inboxes.create(4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from torch_parallel.launcher import launch
 from torch_parallel.results import RunFolder, environment
 from torch_parallel.strategies import STRATEGIES
 from torch_parallel.training import checkpoint
-from torch_parallel.training.config import RunConfig
+from torch_parallel.training.config import ConfigError, RunConfig
 from torch_parallel.training.display import Display
 from torch_parallel.training.loop import TENSORS, make_job, train_worker
 from torch_parallel.workloads import DataError, Dataset, build_model, load_dataset
@@ -54,6 +55,7 @@ def train(
     Raises ConfigError, DeviceError, DataError, CheckpointError, PreflightError and ResultsError before anything is
     started, WorkerFailure where a worker failed; the epochs that were finished until then are in the results.
     """
+    _refuse_a_launcher_around_this_one()
     servers = STRATEGIES[config.strategy].server_count
     n, device, device_line = choose_processes(config.n_gpus, config.device, servers)
     if dataset is None:
@@ -88,6 +90,16 @@ def train(
         )
     first_worker = results[servers]
     return TrainingRun(first_worker["history"], first_worker["weights"], str(folder.path))
+
+
+def _refuse_a_launcher_around_this_one() -> None:
+    """Under torchrun every one of its processes would start workers of its own. Raises ConfigError."""
+    found = [name for name in ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK") if name in os.environ]
+    if found:
+        raise ConfigError(
+            f"{found[0]} is set, as torchrun does: this program starts its processes itself; run it with plain python "
+            f"(python train.py --n_gpus N), or unset {found[0]}"
+        )
 
 
 def _checkpoint_to_resume(config: RunConfig) -> str:

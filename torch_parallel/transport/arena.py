@@ -2,8 +2,8 @@
 
 Tensors could be shared one by one, each with a handle sent to each peer. One file for the whole run is simpler and
 leaves nothing to go wrong: it has no name, so nothing is left in /dev/shm or the temporary folder whoever is killed;
-it takes one descriptor for 64 MiB or more, not one per tensor and peer; and a rank computes where a peer's buffer lies instead
-of being told. On Linux it is a memfd, which the 64 MB of a container's /dev/shm do not limit.
+it takes one descriptor for 64 MiB or more, not one per tensor and peer; and a rank computes where a peer's buffer lies
+instead of being told. On Linux it is a memfd, which the 64 MB of a container's /dev/shm do not limit.
 """
 
 from __future__ import annotations
