@@ -10,6 +10,7 @@ from torch_parallel.command_line import run_command, start_command
 
 COMMANDS = {
     "bench": "timings beside torch's own",
+    "collectives": "lists the collective algorithms, or draws one round by round",
     "faults": "breaks training runs on purpose and checks how they end",
 }
 

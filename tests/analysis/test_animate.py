@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from dataclasses import replace
 from itertools import combinations, pairwise
 from math import dist
@@ -34,7 +35,7 @@ from torch_parallel.collectives.proof import ProofError
 from torch_parallel.collectives.show import Message, moves
 
 RING = COLLECTIVES["ring"]
-A, B, C = COLOURS[:3]
+A, B = COLOURS[:2]
 
 
 def cells(picture: Picture, index: int) -> list[tuple[tuple[str, ...], bool]]:
@@ -97,6 +98,16 @@ def test_a_ring_of_two_step_by_step() -> None:
     picture.draw(Frame(3, 1.0))
     assert cells(picture, 0) == [((A, B), True)] * 4
     assert len(picture.axes.collections) == 1  # of earlier frames nothing is left
+
+
+def test_stripes_are_as_wide_as_their_share() -> None:
+    picture = Picture(RING, 2)
+    held = [[Counter({0: 1, 1: 2}), Counter({1: 1})], [Counter({0: 1}), Counter({1: 1})]]
+    tab, *stripes, outline = picture._cell(held, rank=0, chunk=0, centre=(300, 100), halo=0)
+    assert (tab.get_x(), tab.get_width()) == (outline.get_x(), outline.get_width()) == (235, 130)
+    # after 16 for the number, 114 are shared by three; each stripe goes on below those after it
+    assert [(stripe.get_x(), stripe.get_x() + stripe.get_width()) for stripe in stripes] == [(251, 365), (289, 365)]
+    assert [to_hex(stripe.get_facecolor()).upper() for stripe in stripes] == [A, B]
 
 
 def test_words_of_each_frame() -> None:

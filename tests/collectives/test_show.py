@@ -101,6 +101,20 @@ def test_a_late_receive_holds_up_those_listed_after_it() -> None:
     assert states(late, 4)[-1] == table("abcd", "bd", "c", "d")
 
 
+def test_a_message_arrives_once() -> None:
+    """Rank 1 has had rank 0's first message, and must wait for the second until rank 0 has heard from rank 2."""
+    nothing = range(0, 0)
+    two = written(
+        [[Send(1, nothing)], [Receive(2, WHOLE, reduce=True)], [Send(1, WHOLE)]],
+        [[Receive(0, nothing, reduce=False)], [Receive(0, WHOLE, reduce=True)]],
+        [[Send(0, WHOLE)]],
+    )
+    arrivals = [[(m.source, m.to, len(m.chunks)) for m in messages] for messages in moves(two, 3)]
+    assert arrivals == [[(0, 1, 0)], [(2, 0, 1)], [(0, 1, 1)]]
+    assert states(two, 3)[-1] == table("ac", "abc", "c")
+    assert "  replaced: 0 --> 1\n" in show(two, 3)
+
+
 @pytest.mark.parametrize("world_size", range(1, 9))
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_every_message_is_shown_once_and_every_promise_kept(name: str, world_size: int) -> None:

@@ -28,3 +28,10 @@ __all__ = [
     "broadcast_from",
     "reduce_to",
 ]
+
+
+def main(arguments: list[str]) -> None:
+    """The command `python -m torch_parallel collectives`."""
+    from torch_parallel.collectives.show import main  # it reads the registry above
+
+    main(arguments)
