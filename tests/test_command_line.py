@@ -10,7 +10,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -56,10 +58,11 @@ def environment(place: Path) -> dict[str, str]:
 
 
 def run(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python train.py` with these arguments, ended after a minute."""
-    return subprocess.run(
-        [*TRAIN, *arguments], cwd=place / "cwd", env=environment(place), capture_output=True, text=True, timeout=60
+    """`python train.py` with these arguments, ended after 100 s. Line ends are left as they are."""
+    ended = subprocess.run(
+        [*TRAIN, *arguments], cwd=place / "cwd", env=environment(place), capture_output=True, timeout=100
     )
+    return subprocess.CompletedProcess(ended.args, ended.returncode, ended.stdout.decode(), ended.stderr.decode())
 
 
 def files_below(folder: Path) -> set[str]:
@@ -129,24 +132,26 @@ def long_run(place: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # in the background a shell ignores it
     ) as process:
+        limit = threading.Timer(60, process.kill)
+        limit.start()
         try:
             yield process
-            process.wait(timeout=20)
         finally:
+            limit.cancel()
             process.kill()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_run_keeps_its_epochs(number: signal.Signals, code: int, place: Path) -> None:
     with long_run(place, "--results_dir", str(place / "kept")) as process:
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("epoch 2/"):
                 break
         process.send_signal(number)
-        process.stdout.read()
-        errors = process.stderr.read()
+        _, errors = process.communicate()
     assert process.returncode == code
     assert errors in ("", "train.py: interrupted\n")  # no traceback
     (folder,) = (place / "kept").iterdir()
@@ -163,6 +168,7 @@ def test_output_that_nobody_reads_to_the_end(place: Path) -> None:
         process.stdout.readline()
         process.stdout.close()
         errors = process.stderr.read()
+        process.wait()
     assert process.returncode == 1
     assert len(errors.splitlines()) == 1 and "Broken pipe" in errors
 

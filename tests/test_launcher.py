@@ -379,6 +379,20 @@ def test_ctrl_c_in_the_middle_of_a_start(monkeypatch: pytest.MonkeyPatch) -> Non
     assert open_descriptors() <= before
 
 
+def test_a_start_that_takes_longer_than_the_deadline_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first start waits until the fork server has imported torch."""
+    real_start = fork_server.start_worker
+
+    def slow_start(process: Any) -> None:
+        time.sleep(0.5)
+        real_start(process)
+
+    launch(add_up, 1, 1.0, deadline_s=LIMIT_S)
+    monkeypatch.setattr(fork_server, "start_worker", slow_start)
+    monkeypatch.setattr(launcher, "GRACE_S", 0.5)
+    assert launch(lambda communicator: communicator.rank, 3, deadline_s=0.5) == [0, 1, 2]
+
+
 def interrupt_during(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     """Ctrl-C arrives when the run's cleaning up gets to `step`."""
     real = getattr(launcher._Run, step)

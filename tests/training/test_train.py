@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -203,6 +204,29 @@ def test_accuracy_counts_every_test_sample_once(workers: int, strategy: str, run
     assert trained.test_accuracy == 0.2
     wrong, right = math.log(1 + math.e), math.log(1 + 1 / math.e)
     assert trained.history[0]["test_loss"] == pytest.approx((8 * wrong + 2 * right) / 10, rel=1e-6)
+
+
+class Slow(nn.Module):
+    """Takes half a second for its first step of training, and a tenth of a second for each other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.pause_s = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            time.sleep(self.pause_s)
+            self.pause_s = 0.1
+        result: Tensor = self.layer(x)
+        return result
+
+
+def test_the_first_step_is_no_part_of_the_rate(run: Callable[..., TrainingRun]) -> None:
+    """Three steps of ten samples: 20 samples in 0.2 s and what the steps take besides."""
+    (epoch,) = run(2, make_model=Slow, dataset=points(30), epochs=1, batch_size=10).history
+    assert epoch["train_s"] > 0.7
+    assert 20 / (epoch["train_s"] - 0.5) <= epoch["samples_per_s"] <= 20 / 0.2
 
 
 # Sizes.

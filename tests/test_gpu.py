@@ -1,0 +1,82 @@
+"""Training on GPUs, one process each: equal to one process, and to the CPU. `pytest -m gpu` on a machine with GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torch_parallel import RunConfig, WorkerFailure, train
+from torch_parallel.strategies import STRATEGIES
+from torch_parallel.training import loop
+from torch_parallel.training.run import TrainingRun
+from torch_parallel.workloads import Dataset, build_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two processes on GPUs need 2 of them"),
+]
+
+
+def made_up_dataset() -> Dataset:
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randint(0, 256, (90, 1, 8, 8), generator=generator, dtype=torch.uint8)
+    targets = torch.randint(0, 10, (90,), generator=generator)
+    return Dataset("made_up", images[:70], targets[:70], images[70:], targets[70:], 10, (0.5,), (0.25,), "the test")
+
+
+def run(folder: Path, strategy: str, n: int, device: str, model: str = "cnn", **more: Any) -> TrainingRun:
+    options: dict[str, Any] = {"batch_size": 16, "epochs": 2, "dtype": "float64", "optimizer": "adamw", **more}
+    worker_function = options.pop("worker_function", loop.train_worker)
+    configuration = RunConfig(strategy=strategy, n_gpus=n, device=device, results_dir=str(folder), **options)
+
+    def make_model() -> nn.Module:
+        return build_model(model, (1, 8, 8), 10)
+
+    return train(
+        configuration, make_model=make_model, dataset=made_up_dataset(), verbose=False, worker_function=worker_function
+    )
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+def test_float64_weights_are_those_of_one_gpu_and_of_the_cpu(tmp_path: Path, strategy: str, model: str) -> None:
+    ours = run(tmp_path, strategy, 2, "cuda", model, clip_norm=0.7).weights
+    one_gpu = run(tmp_path, "ring_all_reduce", 1, "cuda", model, clip_norm=0.7).weights
+    cpu = run(tmp_path, "ring_all_reduce", 1, "cpu", model, clip_norm=0.7).weights
+    for name, value in ours.items():
+        assert torch.linalg.vector_norm(value - one_gpu[name]) <= 1e-12 * torch.linalg.vector_norm(value), name
+        assert torch.linalg.vector_norm(value - cpu[name]) <= 1e-10 * torch.linalg.vector_norm(value), name
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_all_ranks_hold_the_same_bits(tmp_path: Path, strategy: str) -> None:
+    trained = run(tmp_path, strategy, 2, "cuda", dtype="float32", optimizer="sgd", check_replicas=1)
+    assert len(trained.history) == 2
+
+
+def test_a_checkpoint_of_gpus_goes_on_on_the_cpu(tmp_path: Path) -> None:
+    whole = run(tmp_path, "ring_all_reduce", 1, "cpu").weights
+    stopped = run(tmp_path, "param_server", 2, "cuda", epochs=1, checkpoint_every=5)
+    resumed = run(tmp_path, "ring_all_reduce", 2, "cpu", resume=stopped.folder).weights
+    for name, value in whole.items():
+        assert torch.linalg.vector_norm(value - resumed[name]) <= 1e-10 * torch.linalg.vector_norm(value), name
+
+
+def die(communicator: Any, job: Any) -> dict[str, Any]:
+    trainer = loop.Trainer(communicator, job)
+    if communicator.rank == 1:
+        raise RuntimeError("dies here")
+    return trainer.run()
+
+
+def test_a_worker_that_dies_gives_its_memory_back(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailure, match="rank 1 failed: RuntimeError: dies here"):
+        run(tmp_path, "ring_all_reduce", 2, "cuda", worker_function=die)
+    run(tmp_path, "ring_all_reduce", 2, "cuda")
+    for gpu in range(2):
+        free, total = torch.cuda.mem_get_info(gpu)
+        assert total - free < 2 * 2**30, f"GPU {gpu} has {(total - free) >> 20} MiB in use"
