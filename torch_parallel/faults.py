@@ -369,9 +369,7 @@ def _print_table(counts: Counter[tuple[str, str, str]]) -> None:
 def main(arguments: list[str]) -> None:
     """`python -m torch_parallel faults --trials 100 --seed 1`"""
     parser = OneLineParser(prog="python -m torch_parallel faults", description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "--trials", type=int, default=len(CELLS), help="runs to break (default: each cell once)"
-    )
+    parser.add_argument("--trials", type=int, default=len(CELLS), help="runs to break (default: each cell once)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2, help="trials at a time (default: 2)")
     parser.add_argument("--only", default="", help='cells whose "process fault phase" contains this text')
