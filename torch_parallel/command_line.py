@@ -1,6 +1,7 @@
 """What every command shares: exit codes, and errors that are one line.
 
-0 done; 2 the user asked for something that cannot be; 1 the run failed; 130 and 143 interrupted by SIGINT or SIGTERM.
+0 done; 2 the user asked for something that cannot be; 1 the run failed; 130, 143 and 129 interrupted by SIGINT, SIGTERM
+or SIGHUP.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ def run_command(name: str, command: Callable[[], None]) -> NoReturn:
     from torch_parallel.workloads import DataError
 
     signal.signal(signal.SIGTERM, _terminated)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it, and so do we then
+        signal.signal(signal.SIGHUP, _terminated)
     if signal.getsignal(signal.SIGINT) is _interrupted_early:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -90,5 +90,4 @@ def choose_processes(n: int | None, device: str, server_count: int = 0) -> tuple
 
 def _cpu_line(device: str, count: int, gpu_count: int) -> str:
     why = f"{'only 1' if gpu_count else 'no'} GPU was found: " if device == "auto" else ""
-    crowded = f", more than the {usable_cpus()} processors there are" if count > usable_cpus() else ""
-    return f"{why}training on the CPU with {count} process{'es' if count > 1 else ''}{crowded}"
+    return f"{why}training on the CPU with {count} process{'es' if count > 1 else ''}"

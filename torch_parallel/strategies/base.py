@@ -134,8 +134,10 @@ class Strategy(ABC):
 
     def _stop_if_not_finite(self) -> None:
         for bucket in self.buckets:
-            if not torch.isfinite(bucket.gradients.sum()):
-                raise NotFinite(f"the gradient of {_first_not_finite(bucket)} is NaN or infinite")
+            if not torch.isfinite(bucket.gradients.sum()):  # one pass; a sum may also overflow, so look again
+                for (name, _), view in zip(bucket.parameters, bucket.views, strict=True):
+                    if not torch.isfinite(view).all():
+                        raise NotFinite(f"the gradient of {name} is NaN or infinite")
 
     def _agreed_scale(self) -> float | None:
         """What the reduced gradients are multiplied by; None where they are not finite and the step is skipped."""
@@ -166,10 +168,3 @@ class Strategy(ABC):
         self.communicator.status.phase(EXCHANGING)
         yield
         self.exchange_s += time.perf_counter() - start_s
-
-
-def _first_not_finite(bucket: Bucket) -> str:
-    for (name, _), view in zip(bucket.parameters, bucket.views, strict=True):
-        if not torch.isfinite(view).all():
-            return name
-    return "the sum of all parameters"

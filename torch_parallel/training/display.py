@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch_parallel.results import RunFolder
 from torch_parallel.status import StatusBoard
 from torch_parallel.strategies import STRATEGIES
 from torch_parallel.training.config import RunConfig
-from torch_parallel.training.record import Epoch, Saved
+from torch_parallel.training.record import Epoch, Saved, Started
 from torch_parallel.training.sampler import step_count
 from torch_parallel.workloads import Dataset
 
@@ -31,6 +32,7 @@ class Display:
         self.device = device
         self.verbose = verbose
         self.servers = STRATEGIES[config.strategy].server_count
+        self.launched_s = time.perf_counter()
         self.threads = threads_per_worker(config.n_gpus or 1)
         self.steps = step_count(len(dataset.train_targets), config.batch_size)
         # disable=None: no bar where the output is not a terminal
@@ -70,9 +72,15 @@ class Display:
         done = (max(status.epoch, 1) - 1) * self.steps + min(status.samples // self.config.batch_size, self.steps)
         self.bar.update(max(0, done - self.bar.n))
 
-    def message(self, rank: int, message: Epoch | Saved) -> None:
-        """What a worker reports: an epoch done, or a checkpoint on disk."""
-        if isinstance(message, Saved):
+    def message(self, rank: int, message: Epoch | Saved | Started) -> None:
+        """What a worker reports: that it starts, an epoch done, or a checkpoint on disk."""
+        if isinstance(message, Started):
+            seconds = time.perf_counter() - self.launched_s
+            self.folder.write_manifest(start_up_s=round(seconds, 3))
+            self.say(f"started in {seconds:.1f} s")
+            if message.epochs_done >= self.config.epochs_on(self.dataset.name):
+                self.say(f"nothing is left to do: {message.epochs_done} epochs are done; ask for more with --epochs")
+        elif isinstance(message, Saved):
             self.say(f"checkpoint of step {message.step}: {message.path}")
         else:
             self._epoch_done(message)
@@ -84,12 +92,13 @@ class Display:
             return float(sum(getattr(each, part) for each in workers) / len(workers))
 
         self.folder.append_rows(self._rows(epoch))  # first: what was shown is on disk
+        skipped = f"  {epoch.skipped_steps} steps skipped so far" if epoch.skipped_steps else ""
         updating = epoch.ranks[0]  # with a server, the only rank that updates
         self.say(
             f"epoch {epoch.epoch}/{self.config.epochs}  train loss {epoch.train_loss:.4f}  "
             f"test accuracy {100 * epoch.test_accuracy:.2f} %  {epoch.samples_per_s:,.0f} samples/s  "
             f"compute {mean('compute_s'):.2f} s  exchange {mean('exchange_s'):.2f} s  wait {mean('wait_s'):.2f} s  "
-            f"update {updating.update_s:.2f} s"
+            f"update {updating.update_s:.2f} s{skipped}"
         )
 
     def _rows(self, epoch: Epoch) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from torch_parallel.training import checkpoint
 from torch_parallel.training.config import RunConfig
 from torch_parallel.training.evaluate import count_correct
 from torch_parallel.training.optimizers import make_optimizer
-from torch_parallel.training.record import Epoch, RankEpoch, Saved
+from torch_parallel.training.record import Epoch, RankEpoch, Saved, Started
 from torch_parallel.training.sampler import batches, shard, step_count
 from torch_parallel.training.schedule import factor
 from torch_parallel.workloads import Dataset
@@ -93,6 +93,8 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         self.model.train()
+        if self.communicator.worker_index == 0:
+            self.communicator.report(Started(len(self.history)))
         first_epoch = len(self.history) + 1
         for epoch in range(first_epoch, self.epochs + 1):
             spent, train_s, rate = self.train_epoch(epoch, warms_up=epoch == first_epoch)

@@ -45,6 +45,13 @@ class Epoch:
 
 
 @dataclass
+class Started:
+    """The first worker is about to train: processes, models and buffers are there."""
+
+    epochs_done: int  # by the run that is resumed
+
+
+@dataclass
 class Saved:
     """A checkpoint that is on disk, whole."""
 
