@@ -68,7 +68,7 @@ EXIT_CODES = {
 DEADLINE_S = 4.0
 END_LIMIT_S = 10.0
 GONE_LIMIT_S = 3.0  # shorter than the deadline, so that workers which only end by that are noticed
-TRIAL_LIMIT_S = 60.0
+TRIAL_LIMIT_S = 45.0
 STOPPED_LAUNCHER_S = 1.0
 
 
