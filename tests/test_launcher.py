@@ -245,7 +245,9 @@ def slow_steps(communicator: Communicator) -> None:
     for step in range(1, 9):
         communicator.status.phase(COMPUTING)
         communicator.status.step(1, step, 64 * step)
-        time.sleep(0.1)
+        for _ in range(10):  # each wakes the launcher up
+            time.sleep(0.01)
+            communicator.report("another message")
 
 
 def test_the_board_shows_progress_about_ten_times_a_second() -> None:
@@ -448,7 +450,8 @@ SCRIPT = """
 import os, resource, sys
 sys.path.insert(0, {root!r})
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-from torch_parallel import launch
+from torch_parallel import fork_server, launch
+fork_server.PRELOAD[:] = ["torch_parallel.worker"]
 
 def work(communicator):
     import torch
@@ -457,9 +460,8 @@ def work(communicator):
     server_has_torch = "libtorch_cpu" in open(f"/proc/{{os.getppid()}}/maps").read()
     return communicator.all_reduce(torch.ones(2) * communicator.rank).tolist(), server_has_torch
 
-if __name__ == "__main__":
-    for pipes in (False, True):
-        print(launch(work, 8, deadline_s=60.0, signal_pipes=pipes) == [([28.0, 28.0], True)] * 8)
+for pipes in (False, True):
+    print(launch(work, 8, deadline_s=60.0, signal_pipes=pipes) == [([28.0, 28.0], True)] * 8)
 """
 
 

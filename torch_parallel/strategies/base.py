@@ -68,6 +68,8 @@ class Strategy(ABC):
         self.last_norm: float | None = None
         """With clipping, the norm of the last step's whole mean gradient, on the ranks that update."""
         self.skipped_steps = 0
+        self.on_update: Callable[[int, float, float], None] | None = None
+        """Called with bucket index, start and end (`time.perf_counter`) of each update made on this rank."""
         self.model = model
         self.communicator = communicator
         self.transport = communicator.transport
@@ -160,7 +162,10 @@ class Strategy(ABC):
         if scale != 1.0:
             bucket.gradients.mul_(scale)
         self.optimizers[bucket.index].step()
-        self.update_s += time.perf_counter() - start_s
+        end_s = time.perf_counter()
+        self.update_s += end_s - start_s
+        if self.on_update is not None:
+            self.on_update(bucket.index, start_s, end_s)
 
     @contextmanager
     def _exchanging(self) -> Iterator[None]:

@@ -72,6 +72,7 @@ class RunConfig:
     check_replicas: int = flag(0, "compare the parameters of all ranks every so many steps; 0 is never")
     checkpoint_every: int = flag(0, "save a checkpoint every so many steps, and at the end; 0 is never")
     resume: str | None = flag(None, "checkpoint, or folder of a run, to go on from")
+    trace: str | None = flag(None, "file for a Chrome trace of all ranks (opens in ui.perfetto.dev)")
     bucket_mb: float = flag(25.0, "MiB of gradients that are exchanged together")
     results_dir: str = flag("results/runs", "folder in which the run makes a folder for its manifest.json and runs.csv")
     deadline_s: float = flag(300.0, "seconds after which a wait for a silent rank ends the run")

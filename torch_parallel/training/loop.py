@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch_parallel.training.optimizers import make_optimizer
 from torch_parallel.training.record import Epoch, RankEpoch, Saved, Started
 from torch_parallel.training.sampler import batches, shard, step_count
 from torch_parallel.training.schedule import factor
+from torch_parallel.training.tracing import Tracer
 from torch_parallel.workloads import Dataset
 
 TENSORS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
@@ -58,7 +59,7 @@ def make_job(
 
 
 def train_worker(communicator: Communicator, job: Job) -> dict[str, Any]:
-    """The worker function of `train`: trains one rank; the first worker returns history and weights, the others {}."""
+    """The worker function of `train`: trains one rank. All return events, the first worker history and weights."""
     return Trainer(communicator, job).run()
 
 
@@ -80,6 +81,7 @@ class Trainer:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=communicator.device)  # of the present epoch
         self.off_the_clock_s = 0.0
         self.history: list[Epoch] = []
+        self.tracer: Tracer | None = None
         _seed(config.seed)
         self.model = job.make_model().to(communicator.device, self.dtype)
         saved = checkpoint.load(Path(job.resume_from)) if job.resume_from else None
@@ -90,6 +92,8 @@ class Trainer:
         _seed(config.seed * 1_000_003 + 7919 * (communicator.rank + 1))
         if saved is not None:
             self._restore(saved)
+        if config.trace:
+            self.tracer = Tracer(communicator, self.strategy)
 
     def run(self) -> dict[str, Any]:
         self.model.train()
@@ -101,10 +105,11 @@ class Trainer:
             self._finish_epoch(epoch, spent, train_s, rate)
         if self.config.checkpoint_every and self.steps_done % self.config.checkpoint_every:
             self._save()
+        events = self.tracer.events if self.tracer else []
         if self.communicator.worker_index != 0:
-            return {}
+            return {"events": events}
         weights = checkpoint.on_cpu(self.model.state_dict())
-        return {"history": [asdict(epoch) for epoch in self.history], "weights": weights}
+        return {"events": events, "history": [asdict(epoch) for epoch in self.history], "weights": weights}
 
     def _make_strategy(self) -> Strategy:
         config = self.config
@@ -149,9 +154,10 @@ class Trainer:
             * factor(config.lr_schedule, self.steps_done + 1, self.total_steps, config.warmup_steps)
         )
         self.strategy.begin_step()
-        for micro_batch in indices.tensor_split(config.accumulate):
-            if len(micro_batch):  # a rank without samples exchanges all the same
-                self._forward_and_backward(micro_batch, global_count)
+        with self._span("compute", f"step {step} of epoch {epoch}"):
+            for micro_batch in indices.tensor_split(config.accumulate):
+                if len(micro_batch):  # a rank without samples exchanges all the same
+                    self._forward_and_backward(micro_batch, global_count)
         try:
             self.strategy.step()
             self.steps_done += 1
@@ -176,7 +182,8 @@ class Trainer:
 
     def _finish_epoch(self, epoch: int, spent: RankEpoch, train_s: float, rate: float) -> None:
         """Evaluates, adds up what all ranks have seen and spent, and tells the launcher."""
-        test_loss, correct = self._evaluate()
+        with self._span("evaluate", f"epoch {epoch}"):
+            test_loss, correct = self._evaluate()
         own = [self.loss_sum.item(), test_loss, correct, self.strategy.skipped_steps, *spent.numbers()]
         table = self._all_ranks(own)
         record = Epoch(
@@ -254,6 +261,9 @@ class Trainer:
             self.loss_sum.fill_(own["loss_sum"])
         elif communicator.worker_index == 0:
             self.loss_sum.fill_(sum(rank["loss_sum"] for rank in saved["ranks"]))
+
+    def _span(self, lane: str, name: str) -> AbstractContextManager[None]:
+        return self.tracer.span(lane, name) if self.tracer else nullcontext()
 
     def _batches(self, epoch: int) -> Any:
         return batches(

@@ -17,6 +17,7 @@ from torch_parallel.devices import choose_processes
 from torch_parallel.launcher import launch
 from torch_parallel.results import RunFolder, environment
 from torch_parallel.strategies import STRATEGIES
+from torch_parallel.trace import write_chrome_trace
 from torch_parallel.training import checkpoint
 from torch_parallel.training.config import ConfigError, RunConfig
 from torch_parallel.training.display import Display
@@ -88,6 +89,9 @@ def train(
             on_message=display.message,
             on_tick=display.tick,
         )
+    if config.trace:
+        write_chrome_trace([event for result in results for event in result["events"]], config.trace)
+        display.say(f"trace in {config.trace}: open it in ui.perfetto.dev")
     first_worker = results[servers]
     return TrainingRun(first_worker["history"], first_worker["weights"], str(folder.path))
 

@@ -55,6 +55,7 @@ class Transfer:
     wait_start_s: float
     start_s: float
     end_s: float
+    reduce: bool  # added to the receiver's chunk, not copied over it
 
 
 class Signals(ABC):
@@ -74,8 +75,8 @@ class Signals(ABC):
         """
 
 
-# One receive, ready to perform: the source, the bound `add_` or `copy_` of my chunk, the peer's chunk, and its bytes.
-Pull = tuple[int, Callable[[Tensor], Any], Tensor, int]
+# One receive, ready to perform: the source, the bound `add_` or `copy_` of my chunk, the peer's chunk, and which it is.
+Pull = tuple[int, Callable[[Tensor], Any], Tensor, bool]
 
 
 @dataclass
@@ -174,7 +175,7 @@ class Transport(ABC):
             for round_index, (targets, pulls) in enumerate(plan.rounds):
                 for peer in targets:
                     post(READY, peer)
-                for source, operation, theirs, nbytes in pulls:
+                for source, operation, theirs, reduce in pulls:
                     if observer is None:
                         wait(READY, source, doing, round_index)
                         operation(theirs)
@@ -184,9 +185,8 @@ class Transport(ABC):
                         start_s = time.perf_counter()
                         operation(theirs)
                         end_s = time.perf_counter()
-                        observer(
-                            Transfer(source, self.rank, nbytes, purpose, round_index, wait_start_s, start_s, end_s)
-                        )
+                        times = (wait_start_s, start_s, end_s)
+                        observer(Transfer(source, self.rank, theirs.nbytes, purpose, round_index, *times, reduce))
         except WaitTimeout as timeout:
             raise TransportError(f"rank {self.rank}, {doing}, round {round_index}: {timeout}") from None
         for source, nbytes in plan.received:
@@ -218,8 +218,8 @@ class Transport(ABC):
         unfinished = sorted(examine(collective, self.world_size).unfinished_reads)
         received: Counter[int] = Counter()
         for _, pulls in rounds:
-            for source, _, _, nbytes in pulls:
-                received[source] += nbytes
+            for source, _, theirs, _ in pulls:
+                received[source] += theirs.nbytes
         return Plan(
             rounds,
             acknowledge=[source for reader, source in unfinished if reader == self.rank],
@@ -232,4 +232,4 @@ def _pull(receive: Receive, buffer: SharedBuffer, bounds: list[int]) -> Pull:
     start, stop = bounds[receive.chunks.start], bounds[receive.chunks.stop]
     mine, theirs = buffer.local[start:stop], buffer.parts[receive.source][start:stop]
     operation = mine.add_ if receive.reduce else mine.copy_
-    return receive.source, operation, theirs, theirs.numel() * theirs.element_size()
+    return receive.source, operation, theirs, receive.reduce
