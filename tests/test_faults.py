@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from torch_parallel.faults import CELLS, FAULTS, PHASES, make_plan
+from torch_parallel.injection import CELLS, FAULTS, PHASES, make_plan
 
 
 def drive(*arguments: str) -> subprocess.CompletedProcess[str]:

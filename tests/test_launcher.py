@@ -371,7 +371,7 @@ def test_ctrl_c_in_the_middle_of_a_start(monkeypatch: pytest.MonkeyPatch) -> Non
     before = open_descriptors()
     monkeypatch.setattr(multiprocessing.forkserver, "read_signed", interrupted_read)
     try:
-        launch(wait_for_ever, 3, deadline_s=LIMIT_S)
+        launch(lambda communicator: time.sleep(3600), 3, deadline_s=LIMIT_S)
     except KeyboardInterrupt as interrupt:
         kept = interrupt  # as a notebook keeps the last one, with its frames
         assert_nothing_runs()

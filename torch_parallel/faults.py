@@ -18,43 +18,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from functools import partial
-from multiprocessing import parent_process
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from torch_parallel import launcher
-from torch_parallel.communicator import Communicator
-from torch_parallel.status import EVALUATING, EXCHANGING, SAVING, STARTING
-from torch_parallel.strategies import STRATEGIES
+from torch_parallel.injection import CELLS, DEADLINE_S, PHASES, Plan, make_plan, run_trial
 from torch_parallel.training import checkpoint
-from torch_parallel.training.config import OneLineParser, RunConfig
-from torch_parallel.training.loop import Job, Trainer
-from torch_parallel.training.run import train
+from torch_parallel.training.config import OneLineParser
 
-FAULTS = {
-    "worker": ("killed", "stopped", "raised", "exited"),
-    "server": ("killed", "stopped", "raised", "exited"),
-    "launcher": ("killed", "stopped", "raised", "exited", "interrupted", "terminated"),
-    "fork server": ("killed", "stopped"),  # it runs no code of ours that could raise or exit
-    "everyone": ("killed",),
-}
-PHASES = {"starting": STARTING, "exchanging": EXCHANGING, "evaluating": EVALUATING, "saving": SAVING}
-CELLS = [(process, fault, phase) for process, faults in FAULTS.items() for fault in faults for phase in PHASES]
-
-SIGNALS = {
-    "killed": signal.SIGKILL,
-    "stopped": signal.SIGSTOP,
-    "interrupted": signal.SIGINT,
-    "terminated": signal.SIGTERM,
-    "raised": signal.SIGUSR1,  # in the launcher, whose handlers for these two do it
-    "exited": signal.SIGUSR2,
-}
 # How the launcher must end, where it is not with 1
 EXIT_CODES = {
     ("launcher", "killed"): -signal.SIGKILL,
@@ -65,139 +39,10 @@ EXIT_CODES = {
     ("launcher", "interrupted"): 130,
     ("launcher", "terminated"): 143,
 }
-DEADLINE_S = 4.0
 END_LIMIT_S = 10.0
 GONE_LIMIT_S = 3.0  # shorter than the deadline, so that workers which only end by that are noticed
 TRIAL_LIMIT_S = 45.0
 STOPPED_LAUNCHER_S = 1.0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One trial: what happens to which process, when `rank` enters the phase for the `occurrence`-th time."""
-
-    process: str
-    fault: str
-    phase: str
-    rank: int
-    occurrence: int
-    delay_s: float  # for signals: so long after the phase began
-    strategy: str
-    n: int
-    optimizer: str
-    folder: str
-    without: str = ""  # "death watch" or "deadline": what is taken out, to see that the driver notices
-
-    def __str__(self) -> str:
-        return f"{self.process} {self.fault} while {self.phase} ({self.strategy}, {self.n} processes, rank {self.rank})"
-
-
-def make_plan(cell: tuple[str, str, str], choose: random.Random, folder: str, without: str) -> Plan:
-    process, fault, phase = cell
-    strategy = "param_server" if process == "server" else choose.choice(list(STRATEGIES))
-    servers = STRATEGIES[strategy].server_count
-    n = servers + choose.choice((2, 3))
-    rank = 0 if process == "server" else choose.randrange(servers, n)
-    occurrence = {"starting": 1, "exchanging": choose.randint(1, 12)}.get(phase, choose.randint(1, 2))
-    delay_s = choose.choice((0.0, choose.random() * 0.003))
-    return Plan(
-        process, fault, phase, rank, occurrence, delay_s, strategy, n, choose.choice(("sgd", "adam")), folder, without
-    )
-
-
-# ---- inside the trial's processes
-
-
-def run_trial(plan: Plan) -> None:
-    """The launcher of a trial: a training run like any other, but for the worker function."""
-    signal.signal(signal.SIGUSR1, _raise)
-    signal.signal(signal.SIGUSR2, lambda number, frame: os._exit(0))
-    if plan.without == "deadline":
-        launcher.GRACE_S = math.inf
-    config = RunConfig(
-        strategy=plan.strategy,
-        n_gpus=plan.n,
-        device="cpu",
-        dataset="digits",
-        train_size=64,
-        batch_size=16,
-        epochs=3,
-        optimizer=plan.optimizer,
-        checkpoint_every=2,
-        deadline_s=DEADLINE_S,
-        results_dir=f"{plan.folder}/results",
-    )
-    train(config, worker_function=partial(faulty_worker, plan=plan))
-
-
-def _raise(number: int, frame: Any) -> None:
-    raise RuntimeError("injected fault")
-
-
-def faulty_worker(communicator: Communicator, job: Job, plan: Plan) -> dict[str, Any]:
-    """`train_worker`, with a trap on the rank that the plan names."""
-    if plan.without == "death watch":
-        _take_out_the_death_watch()
-    elif plan.without == "deadline":
-        communicator.transport._signals._deadline_s = math.inf  # type: ignore[attr-defined]
-    trap = _Trap(plan) if communicator.rank == plan.rank else None
-    if trap is not None:
-        enter_phase = communicator.status.phase
-
-        def phase(number: int) -> None:
-            enter_phase(number)
-            trap.entered(number)
-
-        communicator.status.phase = phase  # type: ignore[assignment,method-assign]
-        phase(STARTING)
-    return Trainer(communicator, job).run()
-
-
-class _Trap:
-    """Springs when its phase is entered for the n-th time."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.left = plan.occurrence
-
-    def entered(self, phase: int) -> None:
-        self.left -= phase == PHASES[self.plan.phase]
-        if self.left == 0:
-            self.left = -1
-            plan = self.plan
-            if plan.process in ("worker", "server") and plan.fault in ("raised", "exited"):
-                _note(plan)
-                if plan.fault == "exited":
-                    os._exit(0)
-                raise RuntimeError("injected fault")
-            if plan.delay_s:
-                threading.Thread(target=self._signal, daemon=True).start()
-            else:
-                self._signal()
-
-    def _signal(self) -> None:
-        plan, parent = self.plan, parent_process()
-        assert parent is not None and parent.pid is not None
-        time.sleep(plan.delay_s)
-        target = {"launcher": parent.pid, "fork server": os.getppid(), "everyone": -os.getpgrp()}
-        _note(plan)
-        os.kill(target.get(plan.process, os.getpid()), SIGNALS[plan.fault])
-
-
-def _note(plan: Plan) -> None:
-    (Path(plan.folder) / "fired").write_text(repr(time.time()))
-
-
-def _take_out_the_death_watch() -> None:
-    import fcntl
-
-    parent = parent_process()
-    assert parent is not None
-    flags = fcntl.fcntl(parent.sentinel, fcntl.F_GETFL)
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, flags & ~os.O_ASYNC)
-
-
-# ---- the driver
 
 
 def judge(plan: Plan) -> tuple[list[str], float]:

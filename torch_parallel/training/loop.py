@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch_parallel.status import COMPUTING, EVALUATING, SAVING
 from torch_parallel.strategies import STRATEGIES, NotFinite, Strategy
 from torch_parallel.strategies.replicas import ReplicasDiffer, broadcast_all, check_replicas
 from torch_parallel.training import checkpoint
+from torch_parallel.training.clock import EpochClock
 from torch_parallel.training.config import RunConfig
 from torch_parallel.training.evaluate import count_correct
 from torch_parallel.training.optimizers import make_optimizer
@@ -79,7 +79,6 @@ class Trainer:
         self.steps_done = 0  # of the run
         self.samples_done = 0  # of the present epoch, by all workers
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=communicator.device)  # of the present epoch
-        self.off_the_clock_s = 0.0
         self.history: list[Epoch] = []
         self.tracer: Tracer | None = None
         _seed(config.seed)
@@ -130,19 +129,19 @@ class Trainer:
 
     def train_epoch(self, epoch: int, warms_up: bool = False) -> tuple[RankEpoch, float, float]:
         """What this rank spent, the seconds of the training part, and the samples a second of all workers."""
-        before, warm_up = self._spent(), (0.0, self.samples_done)
-        first_sample, start_s = self.samples_done, time.perf_counter()
+        self.clock = EpochClock(self.strategy)
+        first_sample, warm_up = self.samples_done, (0.0, self.samples_done)
         for step, (indices, global_count) in enumerate(self._batches(epoch), start=1):
             self._step(indices, global_count, step, epoch)
             if warms_up and step == 1:
-                warm_up = (time.perf_counter() - start_s, self.samples_done)
-        train_s = time.perf_counter() - start_s - (self.off_the_clock_s - before.off_the_clock_s)
+                warm_up = (self.clock.seconds, self.samples_done)
+        train_s = self.clock.seconds
         if warm_up[1] == self.samples_done:  # there was one step only, or none
             warm_up = (0.0, first_sample)
         rate = (self.samples_done - warm_up[1]) / max(train_s - warm_up[0], 1e-9)
         self.communicator.status.step(epoch, step_count(self.train_size, self.config.batch_size), self.samples_done)
         self.samples_done = 0
-        return self._spent_since(before, train_s), train_s, rate
+        return self.clock.spent(train_s), train_s, rate
 
     def _step(self, indices: Tensor, global_count: int, step: int, epoch: int) -> None:
         """One optimizer step, and what is due after it."""
@@ -163,13 +162,13 @@ class Trainer:
             self.steps_done += 1
             self.samples_done += global_count
             if config.check_replicas and self.steps_done % config.check_replicas == 0:
-                with self._off_the_clock():
+                with self.clock.off_the_clock():
                     check_replicas(self.model, self.communicator)
         except (NotFinite, ReplicasDiffer) as error:
             where = f"in step {step} of epoch {epoch} on rank {self.communicator.rank}"
             raise type(error)(f"{error} {where}") from None
         if config.checkpoint_every and self.steps_done % config.checkpoint_every == 0:
-            with self._off_the_clock():
+            with self.clock.off_the_clock():
                 self._save()
 
     def _forward_and_backward(self, indices: Tensor, global_count: int) -> None:
@@ -237,15 +236,6 @@ class Trainer:
             path = checkpoint.save(content, Path(self.job.checkpoint_folder), self.steps_done)
             self.communicator.report(Saved(self.steps_done, str(path)))
 
-    @contextmanager
-    def _off_the_clock(self) -> Iterator[None]:
-        """What is no part of training leaves no trace in the figures of the epoch."""
-        transport, start_s = self.communicator.transport, time.perf_counter()
-        waited_s, received_bytes = list(transport.waited_s), list(transport.received_bytes)
-        yield
-        transport.waited_s[:], transport.received_bytes[:] = waited_s, received_bytes
-        self.off_the_clock_s += time.perf_counter() - start_s
-
     def _restore(self, saved: dict[str, Any]) -> None:
         communicator = self.communicator
         self.steps_done, self.samples_done = saved["step"], saved["samples_done"]
@@ -284,42 +274,6 @@ class Trainer:
         table = torch.zeros(self.communicator.world_size, len(numbers), dtype=torch.float64)
         table[self.communicator.rank] = torch.tensor(numbers, dtype=torch.float64)
         return self.communicator.all_reduce(table)
-
-    def _spent(self) -> _Spent:
-        transport = self.communicator.transport
-        return _Spent(
-            self.strategy.exchange_s,
-            self.strategy.update_s,
-            self.off_the_clock_s,
-            list(transport.waited_s),
-            list(transport.received_bytes),
-        )
-
-    def _spent_since(self, before: _Spent, train_s: float) -> RankEpoch:
-        now = self._spent()
-        exchange_s, update_s = now.exchange_s - before.exchange_s, now.update_s - before.update_s
-        waited_for_s = [late - early for late, early in zip(now.waited_s, before.waited_s, strict=True)]
-        return RankEpoch(
-            compute_s=train_s - exchange_s - update_s,
-            exchange_s=exchange_s - sum(waited_for_s),
-            wait_s=sum(waited_for_s),
-            update_s=update_s,
-            waited_for_s=waited_for_s,
-            received_bytes=[
-                late - early for late, early in zip(now.received_bytes, before.received_bytes, strict=True)
-            ],
-        )
-
-
-@dataclass
-class _Spent:
-    """Counters that only grow; an epoch's share is the difference of two."""
-
-    exchange_s: float  # waiting included
-    update_s: float
-    off_the_clock_s: float
-    waited_s: list[float]
-    received_bytes: list[int]
 
 
 def _seed(seed: int) -> None:

@@ -1,0 +1,69 @@
+"""Where a rank's time goes: the parts of an epoch as differences of counters that only grow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch_parallel.strategies import Strategy
+from torch_parallel.training.record import RankEpoch
+
+
+@dataclass
+class _Reading:
+    at_s: float
+    exchange_s: float  # waiting included
+    update_s: float
+    waited_s: list[float]
+    received_bytes: list[int]
+
+
+class EpochClock:
+    """Started when an epoch's training begins; `seconds` and `spent` leave out what was `off_the_clock`."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._transport = strategy.transport
+        self._off_s = 0.0
+        self._begin = self._read()
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.perf_counter() - self._begin.at_s - self._off_s
+
+    @contextmanager
+    def off_the_clock(self) -> Iterator[None]:
+        """What is no part of training, a checkpoint say, leaves no trace in the figures."""
+        transport, start_s = self._transport, time.perf_counter()
+        waited_s, received_bytes = list(transport.waited_s), list(transport.received_bytes)
+        yield
+        transport.waited_s[:], transport.received_bytes[:] = waited_s, received_bytes
+        self._off_s += time.perf_counter() - start_s
+
+    def spent(self, train_s: float) -> RankEpoch:
+        """What this rank spent of the `train_s` seconds since the start."""
+        now, begin = self._read(), self._begin
+        exchange_s, update_s = now.exchange_s - begin.exchange_s, now.update_s - begin.update_s
+        waited_for_s = [late - early for late, early in zip(now.waited_s, begin.waited_s, strict=True)]
+        received = zip(now.received_bytes, begin.received_bytes, strict=True)
+        return RankEpoch(
+            compute_s=train_s - exchange_s - update_s,
+            exchange_s=exchange_s - sum(waited_for_s),
+            wait_s=sum(waited_for_s),
+            update_s=update_s,
+            waited_for_s=waited_for_s,
+            received_bytes=[late - early for late, early in received],
+        )
+
+    def _read(self) -> _Reading:
+        transport = self._transport
+        return _Reading(
+            time.perf_counter(),
+            self._strategy.exchange_s,
+            self._strategy.update_s,
+            list(transport.waited_s),
+            list(transport.received_bytes),
+        )
