@@ -29,9 +29,10 @@ from torch import Tensor
 
 from torch_parallel import fork_server, worker
 from torch_parallel.devices import threads_per_worker
-from torch_parallel.mailbox import Inbox, mailbox
+from torch_parallel.mailbox import mailbox
 from torch_parallel.status import StatusBoard
 from torch_parallel.transport.shared_memory import Wiring
+from torch_parallel.worker_process import WorkerProcess
 
 TICK_S = 0.1
 """How often the launcher looks around when nobody sends anything."""
@@ -40,8 +41,6 @@ GRACE_S = 5.0
 LAST_STEPS_S = 1.0
 """How long the workers that have returned their results may take to end."""
 KILL_LIMIT_S = 10.0
-EXIT_CODE_S = 1.0
-"""How long the fork server may take to pass on the exit code of a worker that has ended."""
 LAST_WORDS_S = 0.5
 """After a first error, the time that the other ranks have to say what they saw."""
 FORK_SERVER_DIED = "the fork server, from which the workers are started, died"
@@ -140,69 +139,6 @@ def _uninterrupted() -> Iterator[None]:
             signal.raise_signal(came[0])
 
 
-class _Process:
-    """A started worker, as the launcher sees it."""
-
-    def __init__(self, rank: int, process: Any, inbox: Inbox) -> None:
-        self.rank = rank
-        self.process = process
-        self.inbox = inbox
-        self.error: tuple[str, str] | None = None
-        self.result: Any = None
-        self.finished = False
-        # A pidfd names this very process even after its number is used again, and does not depend on the fork server.
-        self.pidfd: int | None = None
-        if hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):
-                self.pidfd = os.pidfd_open(process.pid)
-
-    @property
-    def handles(self) -> list[int]:
-        """Descriptors that are ready to read when there is something to look at."""
-        return [handle for handle in (self.inbox.fd, self.process.sentinel, self.pidfd) if handle is not None]
-
-    def gone(self, timeout_s: float = 0.0) -> bool:
-        """Whether the process has ended, waiting for it up to `timeout_s`."""
-        handle = self.pidfd if self.pidfd is not None else self.process.sentinel
-        return bool(multiprocessing.connection.wait([handle], timeout_s))
-
-    def is_orphan(self) -> bool:
-        """Whether the fork server, which holds the other end of the sentinel while the process runs, has ended."""
-        return bool(multiprocessing.connection.wait([self.process.sentinel], 0)) and not self.gone()
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if self.pidfd is not None:
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-            else:
-                self.process.kill()
-
-    def close(self) -> None:
-        self.inbox.close()
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-
-    def is_stopped(self) -> bool:
-        """Whether somebody sent it SIGSTOP (Linux)."""
-        try:
-            with open(f"/proc/{self.process.pid}/stat") as file:
-                return file.read().rpartition(")")[2].split()[0] in "Tt"
-        except (OSError, IndexError):
-            return False
-
-    def how_it_ended(self) -> str:
-        self.process.join(EXIT_CODE_S)
-        code = self.process.exitcode
-        if code is None:
-            return "ended before it returned a result; the fork server, which knows how, does not answer"
-        if code < 0:
-            name = signal.strsignal(-code) if -code >= signal.SIGRTMIN else signal.Signals(-code).name
-            hint = ": probably too little shared memory" if name == "SIGBUS" else ""
-            hint = ": probably too little memory, if nobody sent it" if name == "SIGKILL" else hint
-            return f"was killed by signal {-code} ({name}){hint}"
-        return f"ended with exit code {code} before it returned a result"
-
-
 class _Run:
     """The processes of one `launch`."""
 
@@ -220,7 +156,7 @@ class _Run:
         self.on_tick = on_tick
         self.wiring = Wiring.create(n, signal_pipes)
         self.board = self.wiring.status_board()
-        self.processes: list[_Process] = []
+        self.processes: list[WorkerProcess] = []
 
     def store(self, shared: dict[str, Tensor]) -> dict[str, tuple[int, tuple[int, ...], Any]]:
         return {
@@ -243,7 +179,7 @@ class _Run:
                 target=worker.main, args=(assignment,), name=f"torch_parallel rank {rank}", daemon=True
             )
             fork_server.start_worker(process)
-            self.processes.append(_Process(rank, process, inbox))
+            self.processes.append(WorkerProcess(rank, process, inbox))
         except BaseException as error:
             # An interrupted start may leave a worker of which nobody has the number. It ends when its pipe to us
             # closes, and that is when the last reference to the half-made start is dropped.
@@ -268,7 +204,7 @@ class _Run:
                 self.on_tick(self.board)
         return [process.result for process in self.processes]
 
-    def _listen(self, waiting: list[_Process]) -> None:
+    def _listen(self, waiting: list[WorkerProcess]) -> None:
         for process in waiting:
             for kind, content in self._received(process):
                 if kind == "message":
@@ -280,14 +216,14 @@ class _Run:
                     process.result = content
                     process.finished = True
 
-    def _received(self, process: _Process) -> list[tuple[str, Any]]:
+    def _received(self, process: WorkerProcess) -> list[tuple[str, Any]]:
         try:
             return process.inbox.receive()
         except Exception as error:
             reason = f"what rank {process.rank} sent cannot be read: {type(error).__name__}: {error}"
             raise self._failure(process, reason) from error
 
-    def _check(self, waiting: list[_Process]) -> None:
+    def _check(self, waiting: list[WorkerProcess]) -> None:
         ended = [process for process in waiting if process.gone()]
         if ended:
             self._listen(ended)  # what it sent last may have come between the two looks
@@ -314,7 +250,7 @@ class _Run:
             multiprocessing.connection.wait(open_inboxes, min(left_s, TICK_S))
             self._listen(self.processes)
 
-    def _failure(self, culprit: _Process, headline: str) -> WorkerFailure:
+    def _failure(self, culprit: WorkerProcess, headline: str) -> WorkerFailure:
         """The whole story: the traceback, what each rank was doing, and which processes are stopped."""
         lines = [headline]
         for process in self.processes:

@@ -1,0 +1,77 @@
+"""A started worker as the launcher sees it: is it alive, what did it say, how did it end."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.connection
+import os
+import signal
+from typing import Any
+
+from torch_parallel.mailbox import Inbox
+
+EXIT_CODE_S = 1.0
+"""How long the fork server may take to pass on the exit code of a worker that has ended."""
+
+
+class WorkerProcess:
+    """A started worker, as the launcher sees it."""
+
+    def __init__(self, rank: int, process: Any, inbox: Inbox) -> None:
+        self.rank = rank
+        self.process = process
+        self.inbox = inbox
+        self.error: tuple[str, str] | None = None
+        self.result: Any = None
+        self.finished = False
+        # A pidfd names this very process even after its number is used again, and does not depend on the fork server.
+        self.pidfd: int | None = None
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):
+                self.pidfd = os.pidfd_open(process.pid)
+
+    @property
+    def handles(self) -> list[int]:
+        """Descriptors that are ready to read when there is something to look at."""
+        return [handle for handle in (self.inbox.fd, self.process.sentinel, self.pidfd) if handle is not None]
+
+    def gone(self, timeout_s: float = 0.0) -> bool:
+        """Whether the process has ended, waiting for it up to `timeout_s`."""
+        handle = self.pidfd if self.pidfd is not None else self.process.sentinel
+        return bool(multiprocessing.connection.wait([handle], timeout_s))
+
+    def is_orphan(self) -> bool:
+        """Whether the fork server, which holds the other end of the sentinel while the process runs, has ended."""
+        return bool(multiprocessing.connection.wait([self.process.sentinel], 0)) and not self.gone()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self.pidfd is not None:
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            else:
+                self.process.kill()
+
+    def close(self) -> None:
+        self.inbox.close()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+
+    def is_stopped(self) -> bool:
+        """Whether somebody sent it SIGSTOP (Linux)."""
+        try:
+            with open(f"/proc/{self.process.pid}/stat") as file:
+                return file.read().rpartition(")")[2].split()[0] in "Tt"
+        except (OSError, IndexError):
+            return False
+
+    def how_it_ended(self) -> str:
+        self.process.join(EXIT_CODE_S)
+        code = self.process.exitcode
+        if code is None:
+            return "ended before it returned a result; the fork server, which knows how, does not answer"
+        if code < 0:
+            name = signal.strsignal(-code) if -code >= signal.SIGRTMIN else signal.Signals(-code).name
+            hint = ": probably too little shared memory" if name == "SIGBUS" else ""
+            hint = ": probably too little memory, if nobody sent it" if name == "SIGKILL" else hint
+            return f"was killed by signal {-code} ({name}){hint}"
+        return f"ended with exit code {code} before it returned a result"
