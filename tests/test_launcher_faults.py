@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_parallel import launcher
+from torch_parallel import fork_server, launcher
 from torch_parallel.communicator import Communicator
 from torch_parallel.launcher import FORK_SERVER_DIED, WorkerFailure, launch
 
@@ -37,8 +37,16 @@ def workers_alive() -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def light_server() -> Iterator[None]:
+    """The servers that are started anew here need not be ready for training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_server, "PRELOAD", ["torch_parallel.lifeline", "torch_parallel.worker"])
+        yield
+
+
 @pytest.fixture(autouse=True)
-def started() -> None:
+def started(light_server: None) -> None:
     """Torch's import in the fork server is not part of what is timed here."""
     launch(lambda communicator: None, 1, deadline_s=20.0)
 
@@ -251,100 +259,6 @@ def test_a_rank_that_returns_while_others_need_it() -> None:
     assert "  rank 2 was returning its result" in lines
 
 
-# ---- the fork server ----
-
-
-@pytest.fixture
-def signalled_server() -> Iterator[Callable[[int], Callable[[int, Any], None]]]:
-    """A callback that sends the fork server a signal when the first worker reports."""
-    done: list[int] = []
-
-    def callback(number: int) -> Callable[[int, Any], None]:
-        def signal_it(rank: int, message: Any) -> None:
-            if not done:
-                done.append(fork_server_pid())
-                os.kill(done[0], number)
-
-        return signal_it
-
-    yield callback
-    assert done
-
-
-def report_and_reduce(communicator: Communicator) -> list[float]:
-    communicator.report("running")
-    communicator.barrier()
-    time.sleep(0.2)
-    return communicator.all_reduce(torch.ones(2) * communicator.rank).tolist()
-
-
-def test_the_fork_server_is_killed(signalled_server: Callable[[int], Any]) -> None:
-    start_s = time.monotonic()
-    with pytest.raises(WorkerFailure) as raised:
-        launch(report_and_reduce, 3, deadline_s=20.0, on_message=signalled_server(signal.SIGKILL))
-    assert time.monotonic() - start_s < END_LIMIT_S
-    assert str(raised.value).splitlines()[0] == FORK_SERVER_DIED
-    assert multiprocessing.active_children() == []
-    assert launch(report_and_reduce, 3, deadline_s=20.0) == [[3.0, 3.0]] * 3  # by a new server
-
-
-def test_the_fork_server_dies_while_workers_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[int] = []
-    real_read = multiprocessing.forkserver.read_signed  # type: ignore[attr-defined]
-
-    def read(fd: int) -> int:
-        pid = int(real_read(fd))
-        reads.append(pid)
-        if len(reads) == 2:
-            os.kill(fork_server_pid(), signal.SIGKILL)
-            time.sleep(0.1)
-        return pid
-
-    monkeypatch.setattr(multiprocessing.forkserver, "read_signed", read)
-    # ensure_running would start another server for rank 2: this is one that dies after it has looked
-    monkeypatch.setattr(multiprocessing.forkserver._forkserver, "ensure_running", lambda: None)
-    with pytest.raises(WorkerFailure, match=FORK_SERVER_DIED):
-        launch(lambda communicator: time.sleep(60), 3, deadline_s=20.0)
-    end = time.monotonic() + 5
-    while any(_is_alive(pid) for pid in reads[:2]) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert [_is_alive(pid) for pid in reads[:2]] == [False, False]
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def test_the_fork_server_is_stopped(signalled_server: Callable[[int], Any]) -> None:
-    """Nobody needs it any more: the run goes on to its end, and the next one has a new server."""
-    before = fork_server_pid()
-    results = launch(report_and_reduce, 3, deadline_s=20.0, on_message=signalled_server(signal.SIGSTOP))
-    assert results == [[3.0, 3.0]] * 3
-    assert launch(report_and_reduce, 2, deadline_s=20.0) == [[1.0, 1.0]] * 2
-    assert fork_server_pid() != before
-
-
-def die_alone(communicator: Communicator) -> None:
-    communicator.report("running")
-    communicator.barrier()
-    time.sleep(0.3)
-    if communicator.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    communicator.barrier()
-
-
-def test_a_worker_dies_while_the_fork_server_is_stopped(signalled_server: Callable[[int], Any]) -> None:
-    start_s = time.monotonic()
-    with pytest.raises(WorkerFailure) as raised:
-        launch(die_alone, 3, deadline_s=30.0, on_message=signalled_server(signal.SIGSTOP))
-    assert time.monotonic() - start_s < END_LIMIT_S
-    headline = "rank 1 ended before it returned a result; the fork server, which knows how, does not answer"
-    assert str(raised.value).splitlines()[0] == headline
-
-
 # ---- the launcher ----
 
 SCRIPT = """
@@ -518,3 +432,97 @@ def test_the_fork_server_from_its_first_moment_on(tmp_path: Path) -> None:
         launched.assert_all_gone(exit_code=-signal.SIGKILL, limit_s=1.0)
     finally:
         launched.close()
+
+
+# ---- the fork server ----
+
+
+@pytest.fixture
+def signalled_server() -> Iterator[Callable[[int], Callable[[int, Any], None]]]:
+    """A callback that sends the fork server a signal when the first worker reports."""
+    done: list[int] = []
+
+    def callback(number: int) -> Callable[[int, Any], None]:
+        def signal_it(rank: int, message: Any) -> None:
+            if not done:
+                done.append(fork_server_pid())
+                os.kill(done[0], number)
+
+        return signal_it
+
+    yield callback
+    assert done
+
+
+def report_and_reduce(communicator: Communicator) -> list[float]:
+    communicator.report("running")
+    communicator.barrier()
+    time.sleep(0.2)
+    return communicator.all_reduce(torch.ones(2) * communicator.rank).tolist()
+
+
+def test_the_fork_server_is_killed(signalled_server: Callable[[int], Any]) -> None:
+    start_s = time.monotonic()
+    with pytest.raises(WorkerFailure) as raised:
+        launch(report_and_reduce, 3, deadline_s=20.0, on_message=signalled_server(signal.SIGKILL))
+    assert time.monotonic() - start_s < END_LIMIT_S
+    assert str(raised.value).splitlines()[0] == FORK_SERVER_DIED
+    assert multiprocessing.active_children() == []
+    assert launch(report_and_reduce, 3, deadline_s=20.0) == [[3.0, 3.0]] * 3  # by a new server
+
+
+def test_the_fork_server_dies_while_workers_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    real_read = multiprocessing.forkserver.read_signed  # type: ignore[attr-defined]
+
+    def read(fd: int) -> int:
+        pid = int(real_read(fd))
+        reads.append(pid)
+        if len(reads) == 2:
+            os.kill(fork_server_pid(), signal.SIGKILL)
+            time.sleep(0.1)
+        return pid
+
+    monkeypatch.setattr(multiprocessing.forkserver, "read_signed", read)
+    # ensure_running would start another server for rank 2: this is one that dies after it has looked
+    monkeypatch.setattr(multiprocessing.forkserver._forkserver, "ensure_running", lambda: None)
+    with pytest.raises(WorkerFailure, match=FORK_SERVER_DIED):
+        launch(lambda communicator: time.sleep(60), 3, deadline_s=20.0)
+    end = time.monotonic() + 5
+    while any(_is_alive(pid) for pid in reads[:2]) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [_is_alive(pid) for pid in reads[:2]] == [False, False]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_the_fork_server_is_stopped(signalled_server: Callable[[int], Any]) -> None:
+    """Nobody needs it any more: the run goes on to its end, and the next one has a new server."""
+    before = fork_server_pid()
+    results = launch(report_and_reduce, 3, deadline_s=20.0, on_message=signalled_server(signal.SIGSTOP))
+    assert results == [[3.0, 3.0]] * 3
+    assert launch(report_and_reduce, 2, deadline_s=20.0) == [[1.0, 1.0]] * 2
+    assert fork_server_pid() != before
+
+
+def die_alone(communicator: Communicator) -> None:
+    communicator.report("running")
+    communicator.barrier()
+    time.sleep(0.3)
+    if communicator.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    communicator.barrier()
+
+
+def test_a_worker_dies_while_the_fork_server_is_stopped(signalled_server: Callable[[int], Any]) -> None:
+    start_s = time.monotonic()
+    with pytest.raises(WorkerFailure) as raised:
+        launch(die_alone, 3, deadline_s=30.0, on_message=signalled_server(signal.SIGSTOP))
+    assert time.monotonic() - start_s < END_LIMIT_S
+    headline = "rank 1 ended before it returned a result; the fork server, which knows how, does not answer"
+    assert str(raised.value).splitlines()[0] == headline

@@ -1,0 +1,103 @@
+"""Control: torch's own DataParallel, in the plainest loop that trains as train.py does.
+
+    python param_server_builtin.py --n_gpus 2 --batch_size 64 --epochs 2
+
+One process feeds all GPUs: it splits each batch, copies the model to every GPU in each step, and gathers outputs and
+gradients on GPU 0. Without GPUs torch.nn.DataParallel runs the plain module in one process, and so does this script.
+Same flags, data, seed, order, global batch and evaluation as train.py; none of the code that it is compared with.
+"""
+
+import contextlib
+import dataclasses
+import sys
+import time
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from torch_parallel.results import ResultsError, RunFolder, environment
+from torch_parallel.training.config import ConfigError, RunConfig, command_line_parser
+from torch_parallel.training.evaluate import count_correct
+from torch_parallel.workloads import DataError, Dataset, build_model, load_dataset
+
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+NOT_HERE = ("resume", "clip_norm", "checkpoint_every", "check_replicas", "warmup_steps")
+
+
+def train(config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
+    device = torch.device(config.device)
+    dtype = getattr(torch, config.dtype)
+    torch.manual_seed(config.seed)
+    bare = build_model(config.model, dataset.image_shape, dataset.class_count).to(device, dtype)
+    model = torch.nn.DataParallel(bare, list(range(config.n_gpus or 1)) if device.type == "cuda" else None)
+    options = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "fused": True}
+    options |= {"momentum": config.momentum} if config.optimizer == "sgd" else {}
+    optimizer = OPTIMIZERS[config.optimizer](bare.parameters(), **options)
+    torch.manual_seed(config.seed + 1)
+    count, epochs = len(dataset.train_targets), config.epochs_on(dataset.name)
+    for epoch in range(1, epochs + 1):
+        generator = torch.Generator().manual_seed((config.seed * 1_000_003 + epoch) % 2**63)
+        order = torch.randperm(count, generator=generator)
+        loss_sum, update_s, warm_up, start_s = 0.0, 0.0, (0.0, 0), time.perf_counter()
+        for batch in order.split(config.batch_size):
+            inputs = dataset.normalize(dataset.train_inputs[batch].to(device), dtype)
+            # taken outside the module, on the gathered outputs: a mean over samples, however they were split
+            loss = cross_entropy(model(inputs), dataset.train_targets[batch].to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            update_start_s = time.perf_counter()
+            optimizer.step()
+            update_s += time.perf_counter() - update_start_s
+            loss_sum += loss.detach() * len(batch)
+            if epoch == 1 and not warm_up[1] and count > len(batch):
+                warm_up = (time.perf_counter() - start_s, len(batch))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        train_s = time.perf_counter() - start_s
+        test_loss, correct, tested = count_correct(
+            bare, dataset.test_inputs, dataset.test_targets, lambda x: dataset.normalize(x, dtype), device
+        )
+        rate = (count - warm_up[1]) / (train_s - warm_up[0])
+        print(
+            f"epoch {epoch}/{epochs}  train loss {float(loss_sum) / count:.4f}  "
+            f"test accuracy {100 * correct / tested:.2f} %  {rate:,.0f} samples/s  "
+            f"compute and exchange {train_s - update_s:.2f} s  update {update_s:.2f} s",
+            flush=True,
+        )
+        names = ("model", "train_size", "batch_size", "seed", "device", "dtype", "optimizer")
+        row = {name: getattr(config, name) for name in names}
+        row |= {"strategy": "data_parallel", "kind": "measured", "n": config.n_gpus, "nodes": 1, "rank": 0}
+        row |= {"role": "worker", "dataset": dataset.name, "lr": config.learning_rate, "epoch": epoch}
+        row |= {"threads": torch.get_num_threads(), "steps": -(-count // config.batch_size), "train_s": train_s}
+        row |= {"train_loss": float(loss_sum) / count, "test_loss": test_loss / tested, "samples_per_s": rate}
+        row |= {"test_accuracy": correct / tested, "compute_s": train_s - update_s, "update_s": update_s}
+        folder.append_rows([row])
+    torch.save({name: value.cpu() for name, value in bare.state_dict().items()}, folder.path / "weights.pt")
+
+
+def main() -> None:
+    config = RunConfig(**vars(command_line_parser(__doc__ or "").parse_args()))
+    if any(getattr(config, name) for name in NOT_HERE) or config.accumulate > 1 or config.lr_schedule != "constant":
+        raise ConfigError(f"this control has none of --{', --'.join(NOT_HERE)}, --accumulate, --lr_schedule")
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    device = "cuda" if config.device == "cuda" or gpus else "cpu"
+    n = config.n_gpus or max(gpus, 2)
+    if device == "cuda" and n > gpus:
+        raise ConfigError(f"--n_gpus {n}: this machine has {gpus} GPUs; ask for fewer, or take --device cpu")
+    dataset, line = load_dataset(config.dataset, config.data_dir, config.train_size, config.seed)
+    config = dataclasses.replace(config, n_gpus=n, device=device, train_size=len(dataset.train_targets))
+    folder = RunFolder(config.results_dir, f"data_parallel_{config.model}_{dataset.name}_n{n}")
+    how = f"{n} GPUs" if device == "cuda" else "no GPU: the plain module in one process, whatever --n_gpus"
+    print(f"{line}\nDataParallel, {how}; {config.model}, batch of {config.batch_size}", flush=True)
+    with folder.running(**environment(), config=dataclasses.asdict(config), strategy="data_parallel"):
+        train(config, dataset, folder)
+    print(f"results in {folder.path}")
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            main()
+        except (ConfigError, DataError, ResultsError) as error:
+            print(f"param_server_builtin.py: error: {error}", file=sys.stderr)
+            sys.exit(2)

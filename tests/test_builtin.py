@@ -1,0 +1,99 @@
+"""The controls train what train.py trains: the comparison compares the same training."""
+
+from __future__ import annotations
+
+import csv
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_parallel import RunConfig, train
+from torch_parallel.strategies import STRATEGIES
+
+ROOT = Path(__file__).parent.parent
+FLAGS = ("--dataset", "digits", "--train_size", "203", "--batch_size", "20", "--epochs", "2", "--dtype", "float64")
+
+
+def control(script: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / script), *FLAGS, "--device", "cpu", "--results_dir", str(folder), *more]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110)
+
+
+def trained(script: str, folder: Path) -> dict[str, Tensor]:
+    done = control(script, folder, "--n_gpus", "2")
+    assert done.returncode == 0, done.stderr
+    (run,) = folder.iterdir()
+    weights: dict[str, Tensor] = torch.load(run / "weights.pt")
+    return weights
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    return ours("ring_all_reduce", 1, tmp_path_factory.mktemp("one"))
+
+
+def ours(strategy: str, n: int, folder: Path) -> dict[str, Tensor]:
+    configuration = RunConfig(
+        strategy=strategy,
+        n_gpus=n,
+        dataset="digits",
+        train_size=203,  # the last batch has 3 samples
+        batch_size=20,
+        epochs=2,
+        dtype="float64",
+        device="cpu",
+        results_dir=str(folder),
+    )
+    return train(configuration, verbose=False).weights
+
+
+def deviation(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    assert weights.keys() == reference.keys()
+    return max(
+        (torch.linalg.vector_norm(weights[name] - value) / torch.linalg.vector_norm(value)).item()
+        for name, value in reference.items()
+    )
+
+
+@pytest.mark.parametrize("script", ["ring_all_reduce_builtin.py", "param_server_builtin.py"])
+def test_a_control_ends_with_the_weights_of_one_process(
+    script: str, tmp_path: Path, one_process: dict[str, Tensor]
+) -> None:
+    assert deviation(trained(script, tmp_path), one_process) <= 1e-12
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_and_so_does_every_strategy(strategy: str, tmp_path: Path, one_process: dict[str, Tensor]) -> None:
+    assert deviation(ours(strategy, 2 + STRATEGIES[strategy].server_count, tmp_path), one_process) <= 1e-12
+
+
+def test_a_control_writes_the_same_columns_and_says_what_it_runs(tmp_path: Path) -> None:
+    done = control("param_server_builtin.py", tmp_path, "--n_gpus", "3")
+    assert "no GPU: the plain module in one process" in done.stdout
+    (run,) = tmp_path.iterdir()
+    rows = list(csv.DictReader((run / "runs.csv").read_text().splitlines()))
+    assert [(row["strategy"], row["epoch"], row["batch_size"], row["steps"]) for row in rows] == [
+        ("data_parallel", "1", "20", "11"),
+        ("data_parallel", "2", "20", "11"),
+    ]
+
+
+def test_a_port_that_is_taken_is_named_and_any_free_one_is_found(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = control("ring_all_reduce_builtin.py", tmp_path, "--port", str(port))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and f"--port {port}: it is in use" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["ring_all_reduce_builtin.py", "param_server_builtin.py"])
+def test_what_a_control_does_not_do_is_refused(script: str, tmp_path: Path) -> None:
+    done = control(script, tmp_path / "results", "--accumulate", "2")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "--accumulate" in done.stderr
+    assert not (tmp_path / "results").exists()
