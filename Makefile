@@ -1,5 +1,5 @@
 # make train    installs what is needed into .venv and trains with the ring
-# make test     the same, then runs every check
+# make test     installs the checkers too and runs every check
 
 PYTHON ?= python3
 VENV := .venv/bin
@@ -16,7 +16,9 @@ test: .venv/installed-dev
 	$(VENV)/python -m pytest
 
 .venv/installed: requirements.txt
-	test -x $(VENV)/python || $(PYTHON) -m venv .venv
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
+		{ echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..."; exit 1; }
+	$(VENV)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(VENV)/python -m pip install -q -r requirements.txt
 	touch $@
 

@@ -168,6 +168,7 @@ def test_public_names() -> None:
     names, kinds, *rest = python(code).splitlines()
     assert ast.literal_eval(names) == [
         "Communicator",
+        "Dataset",
         "NotPicklable",
         "RunConfig",
         "TrainingRun",

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,16 @@ from torch_parallel.launcher import NotPicklable, WorkerFailure, launch
 from torch_parallel.status import COMPUTING, StatusBoard
 
 LIMIT_S = 20.0  # no wait of these workers is longer
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ordinary_signals() -> Iterator[None]:
+    """As in a terminal, also where the tests run in the background, which ignores them."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def add_up(communicator: Communicator, base: float, factor: int = 1) -> list[float]:
@@ -131,7 +141,7 @@ def test_after_the_parent_ran_autograd_with_threads() -> None:
 
 @pytest.mark.parametrize("n", [0, -1])
 def test_at_least_one_process(n: int) -> None:
-    with pytest.raises(ValueError, match=f"n = {n}: at least one process is needed"):
+    with pytest.raises(ValueError, match=f"n = {n}: a whole number of processes is needed, at least one"):
         launch(add_up, n, 1.0)
 
 
@@ -392,8 +402,8 @@ def test_a_start_that_takes_longer_than_the_deadline_is_no_silence(monkeypatch: 
 
     launch(add_up, 1, 1.0, deadline_s=LIMIT_S)
     monkeypatch.setattr(fork_server, "start_worker", slow_start)
-    monkeypatch.setattr(launcher, "GRACE_S", 0.5)
-    assert launch(lambda communicator: communicator.rank, 3, deadline_s=0.5) == [0, 1, 2]
+    monkeypatch.setattr(launcher, "GRACE_S", 0.2)
+    assert launch(lambda communicator: communicator.rank, 3, deadline_s=1.0) == [0, 1, 2]
 
 
 def interrupt_during(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
@@ -409,6 +419,7 @@ def interrupt_during(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
 
 
 def test_ctrl_c_while_a_good_run_is_cleaned_up_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch(add_up, 1, 1.0, deadline_s=LIMIT_S)
     interrupt_during(monkeypatch, "_reap")
     before = open_descriptors()
     with pytest.raises(KeyboardInterrupt):

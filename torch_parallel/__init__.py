@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch_parallel.training.config import RunConfig as RunConfig
     from torch_parallel.training.run import TrainingRun as TrainingRun
     from torch_parallel.training.run import train as train
+    from torch_parallel.workloads import Dataset as Dataset
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,7 @@ if sys.platform == "win32":
 
 _HOMES = {
     "Communicator": "communicator",
+    "Dataset": "workloads",
     "NotPicklable": "launcher",
     "WorkerFailure": "launcher",
     "RunConfig": "training.config",

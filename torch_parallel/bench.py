@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -40,7 +41,7 @@ from torch_parallel.workloads import DATASETS, MODELS, build_model, load_dataset
 SIZES_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 100 << 20)
 WARM_UP = 3
 BYTES_PER_SIZE = 2 << 30
-"""About as much is reduced at each size, within the bounds on the number of repeats."""
+"""A tenth of this is reduced at each size, within the bounds on the number of repeats."""
 FEWEST_REPEATS, MOST_REPEATS = 15, 200
 
 
@@ -230,6 +231,9 @@ def bench_all_reduce(arguments: list[str]) -> None:
                 f"{row['size_bytes']:12,}  {row['way']:24}{row['time_us']:12,.1f}{row['algbw']:9.3f}"
                 f"{row['busbw']:9.3f}{row['times_faster_than_gloo']:8.2f}  {row['error']:7.0e}"
             )
+    wrong = [f"{each.way} at {each.size_bytes:,} bytes" for of_size in timings for each in of_size if each.error > 1e-5]
+    if wrong:
+        sys.exit(f"wrong results, so no figure above means anything: {', '.join(wrong)}")
     print("bandwidths in GB/s; times are medians of the slowest rank's; x gloo = gloo's time / this one's")
     _save(folder, rows)
 

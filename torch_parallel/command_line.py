@@ -49,6 +49,9 @@ def run_command(name: str, command: Callable[[], None]) -> NoReturn:
     except WorkerFailure as failure:
         print(f"{name}: {failure}", file=sys.stderr)
         sys.exit(1)
+    except MemoryError as error:
+        print(f"{name}: out of memory: {error}", file=sys.stderr)
+        sys.exit(1)
     except OSError as error:  # a disk that is full, `| head` that reads no further
         print(f"{name}: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter complains again when it flushes the output

@@ -115,6 +115,8 @@ def _start_unnamed() -> None:
         try:
             multiprocessing.forkserver.ensure_running()
             if server._forkserver_address != address:
+                if address is not None and address.startswith("/proc/self/fd/"):
+                    os.close(int(address.rpartition("/")[2]))  # of a server that has died
                 socket_fd = os.open(server._forkserver_address, os.O_PATH)
                 server._forkserver_address = f"/proc/self/fd/{socket_fd}"
         finally:

@@ -32,7 +32,7 @@ from torch_parallel.devices import threads_per_worker
 from torch_parallel.mailbox import mailbox
 from torch_parallel.status import StatusBoard
 from torch_parallel.transport.shared_memory import Wiring
-from torch_parallel.worker_process import WorkerProcess
+from torch_parallel.worker_process import WorkerProcess, is_stopped
 
 TICK_S = 0.1
 """How often the launcher looks around when nobody sends anything."""
@@ -43,7 +43,7 @@ LAST_STEPS_S = 1.0
 KILL_LIMIT_S = 10.0
 LAST_WORDS_S = 0.5
 """After a first error, the time that the other ranks have to say what they saw."""
-FORK_SERVER_DIED = "the fork server, from which the workers are started, died"
+FORK_SERVER_DIED = "the fork server, from which the workers are started, died or did not answer"
 
 
 class WorkerFailure(RuntimeError):
@@ -81,8 +81,8 @@ def launch(
     Raises ValueError for n < 1, NotPicklable, and WorkerFailure. `deadline_s` bounds every wait of a worker, and how
     long a worker may go without communicating or reporting.
     """
-    if n < 1:
-        raise ValueError(f"n = {n}: at least one process is needed")
+    if not isinstance(n, int) or n < 1:
+        raise ValueError(f"n = {n}: a whole number of processes is needed, at least one")
     run = _Run(n, deadline_s, on_message, on_tick, signal_pipes)
     try:
         run.start(
@@ -178,7 +178,8 @@ class _Run:
             process = context.Process(
                 target=worker.main, args=(assignment,), name=f"torch_parallel rank {rank}", daemon=True
             )
-            fork_server.start_worker(process)
+            with _given_up_after(self.deadline_s):
+                fork_server.start_worker(process)
             self.processes.append(WorkerProcess(rank, process, inbox))
         except BaseException as error:
             # An interrupted start may leave a worker of which nobody has the number. It ends when its pipe to us
@@ -227,13 +228,14 @@ class _Run:
         ended = [process for process in waiting if process.gone()]
         if ended:
             self._listen(ended)  # what it sent last may have come between the two looks
+        for process in ended:  # first: that the others wait for it in vain comes of that
+            if not process.finished and process.error is None:
+                raise self._failure(process, f"rank {process.rank} {process.how_it_ended()}")
         failed = next((process for process in waiting if process.error is not None), None)
         if failed is not None:
             self._gather_last_words()
-            raise self._failure(failed, f"rank {failed.rank} failed: {failed.error[0]}")  # type: ignore[index]
-        for process in ended:
-            if not process.finished:
-                raise self._failure(process, f"rank {process.rank} {process.how_it_ended()}")
+            stopped = [f"rank {process.rank} is stopped; " for process in waiting if process.is_stopped()]
+            raise self._failure(failed, f"{''.join(stopped)}rank {failed.rank} failed: {failed.error[0]}")  # type: ignore[index]
         for process in waiting:
             if not process.finished and process.is_orphan():
                 raise self._failure(process, FORK_SERVER_DIED)
@@ -274,6 +276,8 @@ class _Run:
         for process in self.processes:
             process.gone(max(0.0, now + KILL_LIMIT_S - time.monotonic()))
         self._reap()
+        if not self.processes and is_stopped(_fork_server_pid()):
+            _kill_fork_server()  # it would not even end with us
         for process in self.processes:
             process.close()
         self.wiring.close()
@@ -291,8 +295,29 @@ class _Run:
             process.process.join(1.0)
 
 
+@contextlib.contextmanager
+def _given_up_after(deadline_s: float) -> Iterator[None]:
+    """A start waits for the fork server. One that is found stopped by the deadline is killed, and the start fails."""
+    started = threading.Event()
+
+    def watch() -> None:
+        while not started.wait(deadline_s):
+            if is_stopped(_fork_server_pid()):
+                _kill_fork_server()
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        started.set()
+
+
+def _fork_server_pid() -> int | None:
+    return getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
+
+
 def _kill_fork_server() -> None:
-    pid = getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
+    pid = _fork_server_pid()
     if pid is not None and sys.platform == "linux":
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

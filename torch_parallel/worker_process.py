@@ -58,11 +58,7 @@ class WorkerProcess:
 
     def is_stopped(self) -> bool:
         """Whether somebody sent it SIGSTOP (Linux)."""
-        try:
-            with open(f"/proc/{self.process.pid}/stat") as file:
-                return file.read().rpartition(")")[2].split()[0] in "Tt"
-        except (OSError, IndexError):
-            return False
+        return is_stopped(self.process.pid)
 
     def how_it_ended(self) -> str:
         self.process.join(EXIT_CODE_S)
@@ -70,8 +66,20 @@ class WorkerProcess:
         if code is None:
             return "ended before it returned a result; the fork server, which knows how, does not answer"
         if code < 0:
-            name = signal.strsignal(-code) if -code >= signal.SIGRTMIN else signal.Signals(-code).name
+            try:
+                name = signal.Signals(-code).name
+            except ValueError:  # a real-time signal has no name
+                name = str(signal.strsignal(-code))
             hint = ": probably too little shared memory" if name == "SIGBUS" else ""
             hint = ": probably too little memory, if nobody sent it" if name == "SIGKILL" else hint
             return f"was killed by signal {-code} ({name}){hint}"
         return f"ended with exit code {code} before it returned a result"
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Whether a process is stopped, by SIGSTOP or a terminal (Linux); False where there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False

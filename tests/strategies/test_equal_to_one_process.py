@@ -204,7 +204,13 @@ def test_training_performs_the_registered_schedule_itself() -> None:
     """With one wrong chunk in the schedule, and nothing else changed, training must go wrong."""
 
     class WrongRing(AllReduce):
-        collective = Collective(**{**vars(RING_ALL_REDUCE), "name": "wrong", "rounds": wrong_ring})
+        algorithm = "wrong"
+
+        def __init__(self, *arguments, **options) -> None:
+            from torch_parallel.collectives import ALL_REDUCE  # the worker's own registry
+
+            ALL_REDUCE["wrong"] = Collective(**{**vars(RING_ALL_REDUCE), "name": "wrong", "rounds": wrong_ring})
+            super().__init__(*arguments, **options)
 
     settings = [(MODELS["mlp"], OPTIMIZERS["sgd"], torch.float64)]
     reference = one_process(*settings[0])

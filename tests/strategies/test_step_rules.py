@@ -104,7 +104,8 @@ def test_when_a_worker_runs_out_of_samples_the_others_divide_by_what_is_left(nam
         if mine:
             ((model.w * torch.tensor(mine, dtype=torch.float64)).sum() / total).backward()
 
-    assert [held["w"].item() for held in run(name, 2, backward, steps=2)][-1] == -2.5
+    for held in run(name, 2, backward, steps=2):
+        assert held["w"].item() == -2.5
 
 
 @every_strategy
@@ -192,6 +193,37 @@ def test_or_all_ranks_skip_that_step(name: str) -> None:
     # step 1: velocity 1, w = -1; step 2 skipped; step 3: velocity 0.5 * 1 + 1 = 1.5, w = -2.5
     assert [each["w"].item() for each in held] == [-2.5] * len(held)
     assert held[0]["skipped"] == 1
+
+
+def huge(size: float) -> Callable[[nn.Module, int, int], None]:
+    def backward(model: nn.Module, worker: int, step: int) -> None:
+        (model.w * size).sum().backward()
+
+    return backward
+
+
+def single() -> nn.Module:
+    return Weight(3).float()
+
+
+@every_strategy
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}])
+def test_a_sum_that_overflows_ends_the_run_though_each_gradient_is_finite(name: str, options: dict[str, Any]) -> None:
+    with pytest.raises(WorkerFailure, match="the sum of all workers' gradients of w is infinite"):
+        run(name, 2, huge(3e38), make_model=single, **options)
+
+
+@every_strategy
+def test_or_all_skip_it(name: str) -> None:
+    for held in run(name, 2, huge(3e38), make_model=single, skip_not_finite=True):
+        assert held["w"].tolist() == [0, 0, 0]
+
+
+@every_strategy
+def test_gradients_whose_squares_overflow_are_clipped_like_any(name: str) -> None:
+    """Sums of 2e25 in each of 3 elements: clipped to norm 1, each is 1 / sqrt(3)."""
+    for held in run(name, 2, huge(1e25), make_model=single, clip_norm=1.0):
+        assert held["w"].tolist() == pytest.approx([-(3**-0.5)] * 3, rel=1e-6)
 
 
 class PartlyUsed(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 
 from torch_parallel import RunConfig, WorkerFailure, train
 from torch_parallel.strategies import STRATEGIES
-from torch_parallel.training import checkpoint, loop
+from torch_parallel.training import checkpoint, display, loop, record
 from torch_parallel.training.run import TrainingRun
 from torch_parallel.workloads import build_model
 
@@ -149,21 +150,93 @@ def test_only_the_newest_are_kept_and_they_are_whole(tmp_path: Path) -> None:
     assert checkpoint.find(str(tmp_path)).name == "step_000000005.pt"
 
 
-def test_a_write_that_is_cut_off_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["in the middle", "before the rename"])
+def test_a_write_that_is_cut_off_leaves_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The write of step 3 fails: step 2 is still the newest, and nothing half-written is left."""
     saved(tmp_path, 2)
 
     def cut_off(content: Any, file: Any) -> None:
         file.write(b"PK half of it")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", cut_off)
-    with pytest.raises(OSError, match="No space left"):
-        saved(tmp_path, 1)
-    assert [path.name for path in checkpoint.complete_checkpoints(tmp_path)] == [
-        "step_000000001.pt",
-        "step_000000002.pt",
-    ]
+    def not_renamed(*names: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(*((torch, "save", cut_off) if where == "in the middle" else (os, "replace", not_renamed)))
+    with pytest.raises(checkpoint.CheckpointError, match=r"step 3 cannot be written .*--results_dir") as error:
+        checkpoint.save({"format": checkpoint.FORMAT}, tmp_path, 3)
+    assert "\n" not in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000000001.pt", "step_000000002.pt"]
     assert checkpoint.find(str(tmp_path)).name == "step_000000002.pt"
+
+
+def test_a_file_under_its_own_name_is_always_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is written, whenever that is interrupted, a checkpoint has another name."""
+    names: list[set[str]] = []
+    write = torch.save
+
+    def look(content: Any, file: Any) -> None:
+        write(content, file)
+        names.append({path.name for path in tmp_path.iterdir()})
+
+    monkeypatch.setattr(torch, "save", look)
+    saved(tmp_path, 1)
+    assert names == [{"step_000000001.tmp"}]
+
+
+def test_a_step_is_announced_only_when_it_is_on_disk(tmp_path: Path) -> None:
+    """The third checkpoint cannot be written: two are announced, and the run ends with one line that says why."""
+
+    def third_fails(communicator: Any, job: Any) -> dict[str, Any]:
+        replace_file = os.replace
+
+        def replace(source: Any, target: Any) -> None:
+            if str(target).endswith("step_000000006.pt"):
+                raise OSError(28, "No space left on device")
+            replace_file(source, target)
+
+        os.replace = replace
+        return loop.Trainer(communicator, job).run()
+
+    announced: list[int] = []
+
+    def listen(self: Any, rank: int, message: Any) -> None:
+        if isinstance(message, record.Saved):
+            announced.append(message.step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(display.Display, "message", listen)
+        with pytest.raises(WorkerFailure, match=r"CheckpointError: the checkpoint of step 6 cannot be written"):
+            train(
+                config(tmp_path, "ring_all_reduce", epochs=2, checkpoint_every=2),
+                make_model=Regularised,
+                verbose=False,
+                worker_function=third_fails,
+            )
+    assert announced == [2, 4]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [torch.zeros(3), [1, 2], {"w": torch.zeros(2)}, {"format": 2}],
+    ids=["tensor", "list", "weights", "newer"],
+)
+def test_a_file_of_another_kind_is_refused_in_one_line(tmp_path: Path, content: Any) -> None:
+    torch.save(content, tmp_path / "other.pt")
+    with pytest.raises(checkpoint.CheckpointError, match="this is no checkpoint of this program") as error:
+        checkpoint.find(str(tmp_path / "other.pt"))
+    assert "\n" not in str(error.value)
+
+
+def test_settings_that_change_on_resuming_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained = run(config(tmp_path, "ring_all_reduce", epochs=1, checkpoint_every=7, lr=0.1))
+    changed = dataclasses.replace(config(tmp_path, "ring_all_reduce", epochs=2, resume=trained.folder), batch_size=20)
+    train(changed, make_model=Regularised)
+    assert "; changed: batch_size 16 -> 20, lr 0.1 -> None" in capsys.readouterr().out
+    train(config(tmp_path, "ring_all_reduce", epochs=2, resume=trained.folder, lr=0.1), make_model=Regularised)
+    assert "changed" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("damage", ["truncated", "one byte", "empty", "another file"])

@@ -413,7 +413,7 @@ def rank_1_stays_away(transport: Transport, what: str) -> str:
             "rank 0, meet here: no signal from rank 1 for X s",
             "rank 2, meet here: no signal from rank 1 for X s",
         ),
-        ("settle", "rank 0, end of the peer's reading: no signal from rank 1 for X s", "no error"),
+        ("settle", "rank 0, broadcast, end of the peer's reading: no signal from rank 1 for X s", "no error"),
         ("settle unnamed", "rank 0, reduce, round 0: no signal from rank 1 for X s", "no error"),
     ],
 )

@@ -5,20 +5,20 @@ The sum has the same bits on every rank, so the parameters stay equal to the bit
 
 from __future__ import annotations
 
-from torch_parallel.collectives import RING_ALL_REDUCE, Collective
+from torch_parallel.collectives import ALL_REDUCE
 from torch_parallel.gradients.buckets import Bucket
 from torch_parallel.strategies.base import Strategy
 
 
 class AllReduce(Strategy):
-    """Synchronous data-parallel training over one all-reduce algorithm."""
+    """Synchronous data-parallel training over one all-reduce algorithm, by its name in the registry."""
 
-    collective: Collective
+    algorithm: str
 
     def reduce(self, bucket: Bucket) -> None:
         with self._exchanging():
             bucket.publish()
-            self.transport.perform(self.collective, bucket.shared, f"gradients of bucket {bucket.index}")
+            self.transport.perform(ALL_REDUCE[self.algorithm], bucket.shared, f"gradients of bucket {bucket.index}")
 
     def update(self, bucket: Bucket, scale: float | None = 1.0) -> None:
         if scale is not None:
@@ -28,4 +28,4 @@ class AllReduce(Strategy):
 class RingAllReduce(AllReduce):
     """The ring of `collectives/ring.py`: 2(P-1) messages a bucket and rank, 2(P-1)/P of its bytes."""
 
-    collective = RING_ALL_REDUCE
+    algorithm = "ring"

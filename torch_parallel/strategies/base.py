@@ -136,18 +136,20 @@ class Strategy(ABC):
 
     def _stop_if_not_finite(self) -> None:
         for bucket in self.buckets:
-            if not torch.isfinite(bucket.gradients.sum()):  # one pass; a sum may also overflow, so look again
-                for (name, _), view in zip(bucket.parameters, bucket.views, strict=True):
-                    if not torch.isfinite(view).all():
-                        raise NotFinite(f"the gradient of {name} is NaN or infinite")
+            if (name := _not_finite(bucket)) is not None:
+                raise NotFinite(f"the gradient of {name} is NaN or infinite")
 
     def _agreed_scale(self) -> float | None:
         """What the reduced gradients are multiplied by; None where they are not finite and the step is skipped."""
         if not self.updates_here:
             return 1.0
-        norms = [torch.linalg.vector_norm(bucket.shared.local[: bucket.numel]) for bucket in self.buckets]
-        self.last_norm = norm = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms])).item()
-        if not math.isfinite(norm):
+        # in float64, whose range holds the squares of any float32
+        norms = [
+            torch.linalg.vector_norm(bucket.shared.local[: bucket.numel], dtype=torch.float64)
+            for bucket in self.buckets
+        ]
+        self.last_norm = norm = torch.linalg.vector_norm(torch.stack(norms)).item()
+        if not math.isfinite(norm) and self.skip_not_finite:
             self.skipped_steps += 1
             return None
         # as torch.nn.utils.clip_grad_norm_ does
@@ -159,6 +161,8 @@ class Strategy(ABC):
         start_s = time.perf_counter()
         self.communicator.status.phase(UPDATING)
         bucket.collect()
+        if not self.skip_not_finite and (name := _not_finite(bucket)) is not None:
+            raise NotFinite(f"the sum of all workers' gradients of {name} is infinite, though each of them is not,")
         if scale != 1.0:
             bucket.gradients.mul_(scale)
         self.optimizers[bucket.index].step()
@@ -173,3 +177,13 @@ class Strategy(ABC):
         self.communicator.status.phase(EXCHANGING)
         yield
         self.exchange_s += time.perf_counter() - start_s
+
+
+def _not_finite(bucket: Bucket) -> str | None:
+    """The first parameter whose gradient is not finite. One pass; a sum may also overflow, so then it looks again."""
+    if torch.isfinite(bucket.gradients.sum()):
+        return None
+    for (name, _), view in zip(bucket.parameters, bucket.views, strict=True):
+        if not torch.isfinite(view).all():
+            return name
+    return None

@@ -48,16 +48,28 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def save(content: dict[str, Any], folder: Path, step: int) -> Path:
-    """Writes the checkpoint of `step` and removes all but the newest. Raises OSError; then no older one is touched."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes the checkpoint of `step` and removes all but the newest.
+
+    Raises CheckpointError where it cannot be written; then older ones are untouched and nothing half-written is left.
+    """
     path = path_for(folder, step)
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _sync_folder(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_folder(folder)
+    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
+        temporary.unlink(missing_ok=True)
+        cause = next((each for each in (error.__context__, error) if isinstance(each, OSError)), error)
+        reason = getattr(cause, "strerror", None) or cause
+        raise CheckpointError(
+            f"the checkpoint of step {step} cannot be written to {folder} ({reason}): make room there, or choose "
+            "another folder with --results_dir; earlier checkpoints are untouched"
+        ) from None
     for old in complete_checkpoints(folder)[:-KEEP]:
         old.unlink()
     for unfinished in folder.glob("*.tmp"):
@@ -92,7 +104,7 @@ def find(path: str) -> Path:
         older = [other for other in complete_checkpoints(given.parent) if other.name < given.name]
         complete = next((other for other in reversed(older) if _fault(other) is None), None)
         remedy = f"an earlier one is complete: --resume {complete}" if complete else "no earlier one is complete"
-        raise CheckpointError(f"--resume {given}: the file is damaged ({fault}); {remedy}")
+        raise CheckpointError(f"--resume {given}: {fault}; {remedy}")
     return given
 
 
@@ -102,11 +114,14 @@ def _fault(path: Path) -> str | None:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
         if bad is not None:
-            return f"{bad} does not match its checksum"
-        if load(path).get("format") != FORMAT:
-            return f"not a checkpoint of format {FORMAT}"
-    except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
-        return str(error).splitlines()[0] or type(error).__name__
+            return f"the file is damaged ({bad} does not match its checksum)"
+        content = load(path)
+    except (zipfile.BadZipFile, RuntimeError, OSError, EOFError, ValueError) as error:
+        return f"the file is damaged ({str(error).splitlines()[0] or type(error).__name__})"
+    except pickle.UnpicklingError:
+        return "this is no checkpoint of this program (it holds other things than tensors, containers and numbers)"
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        return f"this is no checkpoint of this program (format {FORMAT})"
     return None
 
 

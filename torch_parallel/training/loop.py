@@ -230,6 +230,7 @@ class Trainer:
                 "model": {**checkpoint.on_cpu(self.model.state_dict()), **first_worker["buffers"]},
                 "optimizer": checkpoint.optimizer_state(self.strategy),
                 "server_count": self.communicator.server_count,
+                "dataset": self.dataset.name,
                 "ranks": ranks,
                 "config": asdict(self.config),
             }
@@ -267,6 +268,7 @@ class Trainer:
         )
 
     def _prepare(self, inputs: Tensor) -> Tensor:
+        self.communicator.status.beat()  # evaluation may be long
         return self.dataset.normalize(inputs, self.dtype)
 
     def _all_ranks(self, numbers: list[float]) -> Tensor:

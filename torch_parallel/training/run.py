@@ -63,20 +63,22 @@ def train(
         dataset, data_line = load_dataset(config.dataset, config.data_dir, config.train_size, config.seed)
     else:
         data_line = f"{dataset.name} from {dataset.source}"
+        if config.train_size is not None:
+            dataset = dataset.subset(config.train_size, config.seed)
     if len(dataset.train_targets) == 0 or len(dataset.test_targets) == 0:
         raise DataError(f"{dataset.name} has no samples to train on, or none to test with")
     model_is_given = make_model is not None
     make_model = make_model or partial(build_model, config.model, dataset.image_shape, dataset.class_count)
     model_name = getattr(make_model, "__name__", "model") if model_is_given else config.model
     config = replace(config, n_gpus=n, train_size=len(dataset.train_targets), epochs=config.epochs_on(dataset.name))
-    resume_from = _checkpoint_to_resume(config) if config.resume else None
+    resume_from, resume_line = _checkpoint_to_resume(config, dataset.name) if config.resume else (None, None)
     _check_the_machine(config, dataset, make_model)
     folder = RunFolder(config.results_dir, f"{config.strategy}_{model_name}_{dataset.name}_n{n}")
     job, shared = make_job(config, dataset, make_model, str(folder.path / "checkpoints"), resume_from)
     display = Display(config, dataset, folder, model_name, device, verbose)
     description = {"config": asdict(config), "model": model_name, "dataset": data_line, "device": device}
     with folder.running(**environment(), **description), contextlib.closing(display):
-        display.introduce([device_line, data_line, f"going on from {resume_from}" if resume_from else None])
+        display.introduce([device_line, data_line, resume_line])
         results = launch(
             worker_function,
             n,
@@ -106,17 +108,24 @@ def _refuse_a_launcher_around_this_one() -> None:
         )
 
 
-def _checkpoint_to_resume(config: RunConfig) -> str:
-    """The complete checkpoint that `config.resume` means. Raises CheckpointError if it is of another training."""
+def _checkpoint_to_resume(config: RunConfig, dataset_name: str) -> tuple[str, str]:
+    """The complete checkpoint that `config.resume` means, and a line that says so and which settings have changed.
+
+    Raises CheckpointError if it is of another training.
+    """
     path = checkpoint.find(str(config.resume))
-    saved = checkpoint.load(path)["config"]
-    for name in ("model", "train_size", "seed", "optimizer", "dtype"):
-        ours, theirs = getattr(config, name), saved[name]
-        if ours != theirs:
+    content = checkpoint.load(path)
+    saved = content["config"] | {"dataset": content["dataset"]}
+    ours = asdict(config) | {"dataset": dataset_name}
+    for name in ("model", "dataset", "train_size", "seed", "optimizer", "dtype"):
+        if ours[name] != saved[name]:
             raise checkpoint.CheckpointError(
-                f"--resume {path}: it was made with --{name} {theirs}, and this run has {ours}; give --{name} {theirs}"
+                f"--resume {path}: it was made with --{name} {saved[name]}, and this run has {ours[name]}; "
+                f"give --{name} {saved[name]}"
             )
-    return str(path)
+    training = ("batch_size", "lr", "momentum", "weight_decay", "lr_schedule", "warmup_steps", "clip_norm")
+    changed = [f"{name} {saved[name]} -> {ours[name]}" for name in training if ours[name] != saved[name]]
+    return str(path), f"going on from {path}" + (f"; changed: {', '.join(changed)}" if changed else "")
 
 
 def _check_the_machine(config: RunConfig, dataset: Dataset, make_model: Callable[[], nn.Module]) -> None:

@@ -114,7 +114,7 @@ class Transport(ABC):
         self.world_size = world_size
         self.observer: Callable[[Transfer], None] | None = None
         self._signals = signals
-        self._unsettled: list[int] = []
+        self._unsettled: list[tuple[int, str]] = []  # who still reads, and what
         self.received_bytes = [0] * world_size
         """Bytes read so far from the memory of each peer."""
 
@@ -193,12 +193,12 @@ class Transport(ABC):
             self.received_bytes[source] += nbytes
         for source in plan.acknowledge:
             post(READ, source)
-        self._unsettled += plan.readers
+        self._unsettled += [(reader, doing) for reader in plan.readers]
 
     def settle(self) -> None:
         """Returns when no peer reads this rank's memory any more, so that it may be written."""
-        for reader in self._unsettled:
-            self._wait(READ, reader, "end of the peer's reading", 0)
+        for reader, doing in self._unsettled:
+            self._wait(READ, reader, f"{doing}, end of the peer's reading", 0)
         self._unsettled.clear()
 
     def _wait(self, kind: int, peer: int, doing: str, round_index: int) -> None:
