@@ -176,14 +176,6 @@ def test_output_that_nobody_reads_to_the_end(place: Path) -> None:
 # Exit codes, without a process for each.
 
 
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 def raiser(error: BaseException) -> Callable[[], NoReturn]:
     def command() -> NoReturn:
         raise error

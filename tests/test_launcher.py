@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,6 @@ from torch_parallel.launcher import NotPicklable, WorkerFailure, launch
 from torch_parallel.status import COMPUTING, StatusBoard
 
 LIMIT_S = 20.0  # no wait of these workers is longer
-
-
-@pytest.fixture(autouse=True, scope="module")
-def ordinary_signals() -> Iterator[None]:
-    """As in a terminal, also where the tests run in the background, which ignores them."""
-    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
-    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def add_up(communicator: Communicator, base: float, factor: int = 1) -> list[float]:

@@ -39,16 +39,6 @@ def workers_alive() -> list[str]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def ordinary_signals() -> Iterator[None]:
-    """As in a terminal, also where the tests run in the background, which ignores them."""
-    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
-    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.fixture(autouse=True, scope="module")
 def light_server() -> Iterator[None]:
     """The servers that are started anew here need not be ready for training."""
     with pytest.MonkeyPatch.context() as patch:

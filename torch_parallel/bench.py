@@ -40,8 +40,8 @@ from torch_parallel.workloads import DATASETS, MODELS, build_model, load_dataset
 
 SIZES_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 100 << 20)
 WARM_UP = 3
-BYTES_PER_SIZE = 2 << 30
-"""A tenth of this is reduced at each size, within the bounds on the number of repeats."""
+BYTES_PER_SIZE = (2 << 30) // 10
+"""So much is reduced at each size, within the bounds on the number of repeats."""
 FEWEST_REPEATS, MOST_REPEATS = 15, 200
 
 
@@ -112,10 +112,10 @@ def _time_size(communicator: Communicator, size_bytes: int) -> list[Timing]:
     for algorithm in ALL_REDUCE:
         ways[algorithm] = (buffer.local, pre_shared(algorithm))
         ways[f"{algorithm}, ordinary tensor"] = (tensor, partial(communicator.all_reduce, tensor, algorithm))
-    repeats = min(MOST_REPEATS, max(FEWEST_REPEATS, BYTES_PER_SIZE // 10 // size_bytes))
+    repeats = min(MOST_REPEATS, max(FEWEST_REPEATS, BYTES_PER_SIZE // size_bytes))
     seconds, errors = _alternate(communicator, ways, mine, expected, repeats)
-    slowest = _over_ranks(communicator, seconds).amax(0)
-    worst = _over_ranks(communicator, errors).amax(0)
+    slowest = communicator.all_ranks(seconds).amax(0)
+    worst = communicator.all_ranks(errors).amax(0)
     return [Timing(way, size_bytes, slowest[index].tolist(), worst[index].item()) for index, way in enumerate(ways)]
 
 
@@ -143,13 +143,6 @@ def _alternate(
             errors[index] = max(errors[index], error)
             communicator.barrier()
     return seconds, errors
-
-
-def _over_ranks(communicator: Communicator, mine: Tensor) -> Tensor:
-    """Everybody's tensor, [world_size, ...]."""
-    table = torch.zeros(communicator.world_size, *mine.shape, dtype=mine.dtype)
-    table[communicator.rank] = mine
-    return communicator.all_reduce(table)
 
 
 def time_epochs(communicator: Communicator, job: Job, repeats: int, store: str) -> dict[str, list[float]]:

@@ -82,13 +82,17 @@ class Communicator:
         """A new buffer [numel] of every rank that peers can read; see `Transport.share`."""
         return self.transport.share(numel, dtype)
 
+    def all_ranks(self, mine: Tensor) -> Tensor:
+        """Everybody's tensor, [world_size, *mine.shape], by rank, on all ranks; all have one shape and dtype."""
+        table = torch.zeros(self.world_size, *mine.shape, dtype=mine.dtype)
+        table[self.rank] = mine
+        return self.all_reduce(table)
+
     def gather(self, thing: Any, root: int = 0) -> list[Any] | None:
         """Every rank's picklable `thing`, by rank, on `root`; None elsewhere. All ranks call it."""
         data = pickle.dumps(thing)
-        sizes = torch.zeros(self.world_size, dtype=torch.int64)
-        sizes[self.rank] = len(data)
-        self.all_reduce(sizes)
-        self.transport.agree("gather objects")  # nobody uses the buffer any more
+        # Everybody has left what came before this exchange, so nobody uses the buffer of bytes any more.
+        sizes = self.all_ranks(torch.tensor(len(data)))
         buffer = self._buffer(int(sizes.max()), torch.uint8)
         buffer.local[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self.transport.agree("read the objects gathered")

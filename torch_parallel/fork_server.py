@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -128,3 +129,42 @@ def context() -> BaseContext:
     """The multiprocessing context that workers are started from, with its server running."""
     start()
     return multiprocessing.get_context(start_method())
+
+
+@contextlib.contextmanager
+def given_up_after(deadline_s: float) -> Iterator[None]:
+    """A start waits for the fork server. One that is found stopped by the deadline is killed, and the start fails."""
+    started = threading.Event()
+
+    def watch() -> None:
+        while not started.wait(deadline_s):
+            if is_stopped(pid()):
+                kill()
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        started.set()
+
+
+def pid() -> int | None:
+    """Of this process's server, None where there is none."""
+    return getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
+
+
+def kill() -> None:
+    """Ends the server, stopped or not; the next start makes a new one."""
+    server = pid()
+    if server is not None and sys.platform == "linux":
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server, signal.SIGKILL)
+
+
+def is_stopped(process_id: int | None) -> bool:
+    """Whether a process is stopped, by SIGSTOP or a terminal (Linux); False where there is no such process."""
+    try:
+        with open(f"/proc/{process_id}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing.connection
-import multiprocessing.forkserver
 import os
 import signal
 import sys
@@ -32,7 +31,7 @@ from torch_parallel.devices import threads_per_worker
 from torch_parallel.mailbox import mailbox
 from torch_parallel.status import StatusBoard
 from torch_parallel.transport.shared_memory import Wiring
-from torch_parallel.worker_process import WorkerProcess, is_stopped
+from torch_parallel.worker_process import WorkerProcess
 
 TICK_S = 0.1
 """How often the launcher looks around when nobody sends anything."""
@@ -102,6 +101,14 @@ def launch(
 
 
 def _pickled(worker_function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps((worker_function, arguments)))
+    except Exception:
+        _name_what_cannot_be_pickled(worker_function, arguments)
+        raise
+
+
+def _name_what_cannot_be_pickled(worker_function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     for what, thing in [("worker function", worker_function), *(("argument", argument) for argument in arguments)]:
         try:
             cloudpickle.dumps(thing)
@@ -111,7 +118,6 @@ def _pickled(worker_function: Callable[..., Any], arguments: tuple[Any, ...]) ->
                 f"the {what} {name} cannot be sent to worker processes ({_one_line(str(error))}): define what it uses "
                 "at the top level of a module, and create locks, files and generators inside the worker function"
             ) from error
-    return bytes(cloudpickle.dumps((worker_function, arguments)))
 
 
 def _one_line(text: str) -> str:
@@ -178,7 +184,7 @@ class _Run:
             process = context.Process(
                 target=worker.main, args=(assignment,), name=f"torch_parallel rank {rank}", daemon=True
             )
-            with _given_up_after(self.deadline_s):
+            with fork_server.given_up_after(self.deadline_s):
                 fork_server.start_worker(process)
             self.processes.append(WorkerProcess(rank, process, inbox))
         except BaseException as error:
@@ -276,8 +282,8 @@ class _Run:
         for process in self.processes:
             process.gone(max(0.0, now + KILL_LIMIT_S - time.monotonic()))
         self._reap()
-        if not self.processes and is_stopped(_fork_server_pid()):
-            _kill_fork_server()  # it would not even end with us
+        if not self.processes and fork_server.is_stopped(fork_server.pid()):
+            fork_server.kill()  # it would not even end with us
         for process in self.processes:
             process.close()
         self.wiring.close()
@@ -288,36 +294,8 @@ class _Run:
         deadline = time.monotonic() + 2.0
         while len(multiprocessing.connection.wait(sentinels, 0)) < len(sentinels):
             if time.monotonic() > deadline:
-                _kill_fork_server()
+                fork_server.kill()
                 break
             time.sleep(0.002)
         for process in self.processes:
             process.process.join(1.0)
-
-
-@contextlib.contextmanager
-def _given_up_after(deadline_s: float) -> Iterator[None]:
-    """A start waits for the fork server. One that is found stopped by the deadline is killed, and the start fails."""
-    started = threading.Event()
-
-    def watch() -> None:
-        while not started.wait(deadline_s):
-            if is_stopped(_fork_server_pid()):
-                _kill_fork_server()
-
-    threading.Thread(target=watch, daemon=True).start()
-    try:
-        yield
-    finally:
-        started.set()
-
-
-def _fork_server_pid() -> int | None:
-    return getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
-
-
-def _kill_fork_server() -> None:
-    pid = _fork_server_pid()
-    if pid is not None and sys.platform == "linux":
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)

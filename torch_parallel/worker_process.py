@@ -8,6 +8,7 @@ import os
 import signal
 from typing import Any
 
+from torch_parallel.fork_server import is_stopped
 from torch_parallel.mailbox import Inbox
 
 EXIT_CODE_S = 1.0
@@ -74,12 +75,3 @@ class WorkerProcess:
             hint = ": probably too little memory, if nobody sent it" if name == "SIGKILL" else hint
             return f"was killed by signal {-code} ({name}){hint}"
         return f"ended with exit code {code} before it returned a result"
-
-
-def is_stopped(pid: int | None) -> bool:
-    """Whether a process is stopped, by SIGSTOP or a terminal (Linux); False where there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "Tt"
-    except (OSError, IndexError):
-        return False

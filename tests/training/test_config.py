@@ -6,10 +6,8 @@ import dataclasses
 import gzip
 import os
 import re
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,15 +35,6 @@ def without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.delenv("TORCH_PARALLEL_DATA", raising=False)
     monkeypatch.setattr(MNIST, "mirrors", ["http://127.0.0.1:1/"])
-
-
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """`run_command` sets signal handlers, as the last thing that a process does with them."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def parse(*arguments: str) -> RunConfig:

@@ -34,17 +34,16 @@ def linear() -> nn.Module:
 
 
 def run(folder: Path, strategy: str, dataset: Dataset, worker_function: Any = loop.train_worker, **more: Any) -> Any:
+    """2 epochs in batches of 2 on 2 workers, unless `more` says otherwise."""
+    options: dict[str, Any] = {"batch_size": 2, "epochs": 2, "lr": 0.5, **more}
     configuration = RunConfig(
         strategy=strategy,
         n_gpus=2 + STRATEGIES[strategy].server_count,
         device="cpu",
         dtype="float64",
-        batch_size=2,
-        epochs=2,
-        lr=0.5,
         results_dir=str(folder),
         deadline_s=20,
-        **more,
+        **options,
     )
     return train(configuration, make_model=linear, dataset=dataset, verbose=False, worker_function=worker_function)
 
@@ -119,27 +118,9 @@ def test_accumulate_splits_the_share_of_a_worker(tmp_path: Path, strategy: str) 
         trainer._forward_and_backward = watched  # type: ignore[method-assign]
         return trainer.run()
 
-    whole = eight_samples()
-    configuration = {"accumulate": 2}
     with pytest.raises(WorkerFailure, match="2 samples in one micro-batch"):
-        train_four(tmp_path, strategy, whole, largest_batch, {})
-    train_four(tmp_path, strategy, whole, largest_batch, configuration)
-
-
-def train_four(folder: Path, strategy: str, dataset: Dataset, worker_function: Any, more: dict[str, Any]) -> None:
-    """Batches of 4 on 2 workers: 2 samples each."""
-    configuration = RunConfig(
-        strategy=strategy,
-        n_gpus=2 + STRATEGIES[strategy].server_count,
-        device="cpu",
-        dtype="float64",
-        batch_size=4,
-        epochs=1,
-        results_dir=str(folder),
-        deadline_s=20,
-        **more,
-    )
-    train(configuration, make_model=linear, dataset=dataset, verbose=False, worker_function=worker_function)
+        run(tmp_path, strategy, eight_samples(), largest_batch, batch_size=4, epochs=1)
+    run(tmp_path, strategy, eight_samples(), largest_batch, batch_size=4, epochs=1, accumulate=2)
 
 
 def test_check_replicas_finds_a_drift_at_the_next_check(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ class Trainer:
         with self._span("evaluate", f"epoch {epoch}"):
             test_loss, correct = self._evaluate()
         own = [self.loss_sum.item(), test_loss, correct, self.strategy.skipped_steps, *spent.numbers()]
-        table = self._all_ranks(own)
+        table = self.communicator.all_ranks(torch.tensor(own, dtype=torch.float64))
         record = Epoch(
             epoch=epoch,
             steps=step_count(self.train_size, self.config.batch_size),
@@ -270,12 +270,6 @@ class Trainer:
     def _prepare(self, inputs: Tensor) -> Tensor:
         self.communicator.status.beat()  # evaluation may be long
         return self.dataset.normalize(inputs, self.dtype)
-
-    def _all_ranks(self, numbers: list[float]) -> Tensor:
-        """Everybody's `numbers`, float64 [world_size, len(numbers)]."""
-        table = torch.zeros(self.communicator.world_size, len(numbers), dtype=torch.float64)
-        table[self.communicator.rank] = torch.tensor(numbers, dtype=torch.float64)
-        return self.communicator.all_reduce(table)
 
 
 def _seed(seed: int) -> None:

@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -215,7 +216,7 @@ class Transport(ABC):
             pulls = [_pull(action, buffer, bounds) for action in actions if isinstance(action, Receive)]
             rounds.append((targets, pulls))
         # Only reads that the schedule's own messages do not prove finished need a signal of their own.
-        unfinished = sorted(examine(collective, self.world_size).unfinished_reads)
+        unfinished = _unfinished_reads(collective, self.world_size)
         received: Counter[int] = Counter()
         for _, pulls in rounds:
             for source, _, theirs, _ in pulls:
@@ -226,6 +227,12 @@ class Transport(ABC):
             readers=[reader for reader, source in unfinished if source == self.rank],
             received=list(received.items()),
         )
+
+
+@cache
+def _unfinished_reads(collective: Collective, world_size: int) -> list[tuple[int, int]]:
+    """(reader, source) pairs; worked out once a schedule, however many buffers it is performed on."""
+    return sorted(examine(collective, world_size).unfinished_reads)
 
 
 def _pull(receive: Receive, buffer: SharedBuffer, bounds: list[int]) -> Pull:
