@@ -64,7 +64,7 @@ def train(config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
             f"compute and exchange {train_s - update_s:.2f} s  update {update_s:.2f} s",
             flush=True,
         )
-        names = ("model", "train_size", "batch_size", "seed", "device", "dtype", "optimizer")
+        names = ("model", "train_size", "test_size", "batch_size", "seed", "device", "dtype", "optimizer")
         row = {name: getattr(config, name) for name in names}
         row |= {"strategy": "data_parallel", "kind": "measured", "n": config.n_gpus, "nodes": 1, "rank": 0}
         row |= {"role": "worker", "dataset": dataset.name, "lr": config.learning_rate, "epoch": epoch}
@@ -84,8 +84,9 @@ def main() -> None:
     n = config.n_gpus or max(gpus, 2)
     if device == "cuda" and n > gpus:
         raise ConfigError(f"--n_gpus {n}: this machine has {gpus} GPUs; ask for fewer, or take --device cpu")
-    dataset, line = load_dataset(config.dataset, config.data_dir, config.train_size, config.seed)
-    config = dataclasses.replace(config, n_gpus=n, device=device, train_size=len(dataset.train_targets))
+    dataset, line = load_dataset(config.dataset, config.data_dir, config.train_size, config.seed, config.test_size)
+    sizes = {"train_size": len(dataset.train_targets), "test_size": len(dataset.test_targets)}
+    config = dataclasses.replace(config, n_gpus=n, device=device, **sizes)
     folder = RunFolder(config.results_dir, f"data_parallel_{config.model}_{dataset.name}_n{n}")
     how = f"{n} GPUs" if device == "cuda" else "no GPU: the plain module in one process, whatever --n_gpus"
     print(f"{line}\nDataParallel, {how}; {config.model}, batch of {config.batch_size}", flush=True)

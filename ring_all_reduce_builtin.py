@@ -9,6 +9,7 @@ those that make it fastest here: gradients are views of the buckets, the graph i
 import contextlib
 import dataclasses
 import os
+import statistics
 import sys
 import time
 
@@ -24,6 +25,8 @@ from torch_parallel.training.evaluate import count_correct
 from torch_parallel.workloads import DataError, Dataset, build_model, load_dataset
 
 DDP_SETTINGS = {"gradient_as_bucket_view": True, "static_graph": True}
+TIMED_EVERY = 100
+"""DDP times its own exchange in one of so many steps."""
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
@@ -45,7 +48,8 @@ def train_rank(rank: int, world_size: int, port: int, config: RunConfig, dataset
         generator = torch.Generator().manual_seed((config.seed * 1_000_003 + epoch) % 2**63)
         order = torch.randperm(count, generator=generator)
         loss_sum, update_s, start_s, first_s = 0.0, 0.0, time.perf_counter(), 0.0
-        for batch in order.split(config.batch_size):
+        exchange_s = []
+        for step, batch in enumerate(order.split(config.batch_size), start=1):
             mine = batch.tensor_split(world_size)[rank]
             inputs = dataset.normalize(dataset.train_inputs[mine].to(device), dtype)
             loss = cross_entropy(model(inputs), dataset.train_targets[mine].to(device), reduction="sum")
@@ -57,6 +61,8 @@ def train_rank(rank: int, world_size: int, port: int, config: RunConfig, dataset
             loss_sum += loss.detach()
             if epoch == 1 and not first_s:
                 first_s = time.perf_counter() - start_s
+            if step % TIMED_EVERY == 0:
+                exchange_s.append(exposed_exchange_s(model))
         if on_gpu:
             torch.cuda.synchronize()
         train_s = time.perf_counter() - start_s
@@ -73,10 +79,19 @@ def train_rank(rank: int, world_size: int, port: int, config: RunConfig, dataset
             rate = (count - warm_up) / (train_s - (first_s if warm_up else 0.0))
             losses = {"train_loss": sums[0].item() / count, "test_loss": sums[1].item() / sums[3].item()}
             losses["test_accuracy"] = sums[2].item() / sums[3].item()
-            record(folder, config, dataset, epoch, losses, train_s, rate, update_s)
+            steps = -(-count // config.batch_size)
+            exchanged_s = steps * statistics.median(exchange_s) if exchange_s else None
+            record(folder, config, dataset, epoch, losses, train_s, rate, update_s, exchanged_s)
     if rank == 0:
         torch.save(bare.state_dict(), folder.path / "weights.pt")
+    dist.barrier()
     dist.destroy_process_group()
+
+
+def exposed_exchange_s(model: DistributedDataParallel) -> float:
+    """Seconds of exchange, waiting included, outside of backward's computing, in the step that DDP timed last."""
+    timed = model._get_ddp_logging_data()
+    return (timed.get("backward_comm_time", 0) - timed.get("backward_compute_comm_overlap_time", 0)) / 1e9
 
 
 def make_optimizer(model: torch.nn.Module, config: RunConfig) -> torch.optim.Optimizer:
@@ -100,15 +115,18 @@ def record(
     train_s: float,
     samples_per_s: float,
     update_s: float,
+    exchange_s: float | None,
 ) -> None:
-    """A line on the screen and a row of runs.csv. DDP exchanges during backward: its parts cannot be told apart."""
+    """A line on the screen and a row of runs.csv. DDP exchanges during backward, and itself times it now and then."""
+    compute_s = train_s - update_s - (exchange_s or 0.0)
+    parts = "compute and exchange" if exchange_s is None else f"exchange and wait {exchange_s:.2f} s  compute"
     print(
         f"epoch {epoch}/{config.epochs_on(dataset.name)}  train loss {losses['train_loss']:.4f}  "
         f"test accuracy {100 * losses['test_accuracy']:.2f} %  {samples_per_s:,.0f} samples/s  "
-        f"compute and exchange {train_s - update_s:.2f} s  update {update_s:.2f} s",
+        f"{parts} {compute_s:.2f} s  update {update_s:.2f} s",
         flush=True,
     )
-    names = ("model", "train_size", "batch_size", "seed", "device", "dtype", "optimizer")
+    names = ("model", "train_size", "test_size", "batch_size", "seed", "device", "dtype", "optimizer")
     row = {name: getattr(config, name) for name in names} | {"lr": config.learning_rate, "dataset": dataset.name}
     row |= {
         "strategy": "ddp",
@@ -120,7 +138,7 @@ def record(
     }
     row |= {"steps": -(-len(dataset.train_targets) // config.batch_size), "train_s": train_s, **losses}
     row |= {"samples_per_s": samples_per_s, "rank": 0, "role": "worker", "update_s": update_s}
-    folder.append_rows([{**row, "compute_s": train_s - update_s}])
+    folder.append_rows([{**row, "compute_s": compute_s, "exchange_s": "" if exchange_s is None else exchange_s}])
 
 
 def main() -> None:
@@ -134,10 +152,12 @@ def main() -> None:
     world_size = config.n_gpus or max(gpus, 2)
     if on_gpu and world_size > gpus:
         raise ConfigError(f"--n_gpus {world_size}: this machine has {gpus} GPUs; ask for fewer, or take --device cpu")
-    dataset, line = load_dataset(config.dataset, config.data_dir, config.train_size, config.seed)
+    dataset, line = load_dataset(config.dataset, config.data_dir, config.train_size, config.seed, config.test_size)
     device = "cuda" if on_gpu else "cpu"
     count = len(dataset.train_targets)
-    config = dataclasses.replace(config, n_gpus=world_size, device=device, train_size=count)
+    config = dataclasses.replace(
+        config, n_gpus=world_size, device=device, train_size=count, test_size=len(dataset.test_targets)
+    )
     unsupported = ("resume", "clip_norm", "checkpoint_every", "check_replicas")
     if any(getattr(config, name) for name in unsupported) or config.accumulate > 1 or config.lr_schedule != "constant":
         raise ConfigError(f"this control has none of --{', --'.join(unsupported)}, --accumulate, --lr_schedule")

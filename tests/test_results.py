@@ -19,7 +19,7 @@ from torch import nn
 
 from torch_parallel import RunConfig, results, train
 from torch_parallel.results import COLUMNS, ResultsError, RunFolder, environment
-from torch_parallel.strategies import STRATEGIES
+from torch_parallel.strategies import FROM_SCRATCH
 from torch_parallel.workloads import Dataset
 
 FLOAT = 4
@@ -201,11 +201,11 @@ def a_run(folder: Path, strategy: str, n: int, **options: Any) -> tuple[str, lis
     return trained.folder, list(rows_of(trained.folder))
 
 
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize("strategy", list(FROM_SCRATCH))
 def test_one_row_for_each_epoch_and_rank(strategy: str, tmp_path: Path) -> None:
     folder, rows = a_run(tmp_path, strategy, 3, optimizer="adam", seed=4)
     assert [(int(row["epoch"]), int(row["rank"])) for row in rows] == [(e, r) for e in (1, 2, 3) for r in (0, 1, 2)]
-    served = STRATEGIES[strategy].server_count
+    served = FROM_SCRATCH[strategy].server_count
     assert [row["role"] for row in rows[:3]] == ["server"] * served + ["worker"] * (3 - served)
     for row in rows:
         told = {

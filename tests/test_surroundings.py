@@ -12,7 +12,7 @@ import torch
 
 from torch_parallel import RunConfig, launch, train
 from torch_parallel.communicator import Communicator
-from torch_parallel.strategies import STRATEGIES
+from torch_parallel.strategies import FROM_SCRATCH
 from torch_parallel.training.config import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -21,7 +21,9 @@ ROOT = Path(__file__).parent.parent
 def internet_sockets(communicator: Communicator, name: str) -> tuple[list[str], bool]:
     """This process's TCP and UDP sockets after a step of training, and whether torch.distributed was initialised."""
     model = torch.nn.Linear(3, 2)
-    strategy = STRATEGIES[name](model, lambda named: torch.optim.SGD([each for _, each in named], lr=1.0), communicator)
+    strategy = FROM_SCRATCH[name](
+        model, lambda named: torch.optim.SGD([each for _, each in named], lr=1.0), communicator
+    )
     strategy.begin_step()
     model(torch.ones(1, 3)).sum().backward()
     strategy.step()
@@ -36,9 +38,9 @@ def internet_sockets(communicator: Communicator, name: str) -> tuple[list[str], 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("name", list(STRATEGIES))
+@pytest.mark.parametrize("name", list(FROM_SCRATCH))
 def test_a_run_opens_no_port_and_no_process_group(name: str) -> None:
-    servers = STRATEGIES[name].server_count
+    servers = FROM_SCRATCH[name].server_count
     assert launch(internet_sockets, 2 + servers, name, server_count=servers, deadline_s=20) == [([], False)] * (
         2 + servers
     )

@@ -20,7 +20,7 @@ from typing import Any
 from torch_parallel import launcher
 from torch_parallel.communicator import Communicator
 from torch_parallel.status import EVALUATING, EXCHANGING, SAVING, STARTING
-from torch_parallel.strategies import STRATEGIES
+from torch_parallel.strategies import FROM_SCRATCH
 from torch_parallel.training.config import RunConfig
 from torch_parallel.training.loop import Job, Trainer
 from torch_parallel.training.run import train
@@ -69,8 +69,8 @@ class Plan:
 
 def make_plan(cell: tuple[str, str, str], choose: random.Random, folder: str, without: str) -> Plan:
     process, fault, phase = cell
-    strategy = "param_server" if process == "server" else choose.choice(list(STRATEGIES))
-    servers = STRATEGIES[strategy].server_count
+    strategy = "param_server" if process == "server" else choose.choice(list(FROM_SCRATCH))
+    servers = FROM_SCRATCH[strategy].server_count
     n = servers + choose.choice((2, 3))
     rank = 0 if process == "server" else choose.randrange(servers, n)
     occurrence = {"starting": 1, "exchanging": choose.randint(1, 12)}.get(phase, choose.randint(1, 2))

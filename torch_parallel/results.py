@@ -29,6 +29,7 @@ COLUMNS = (
     "model",
     "dataset",
     "train_size",
+    "test_size",
     "n",
     "nodes",
     "batch_size",  # global
@@ -54,6 +55,9 @@ COLUMNS = (
     "update_s",
     "waited_for_s",  # seconds by peer, as JSON
     "received_bytes",  # bytes by peer, as JSON
+    "started",  # of the run
+    "command",
+    "commit",
 )
 
 
@@ -105,7 +109,8 @@ class RunFolder:
             writer = csv.DictWriter(file, COLUMNS, restval="")
             if is_new:
                 writer.writeheader()
-            writer.writerows([{"run_id": self.run_id, **row} for row in rows])
+            same = {name: self._manifest.get(name, "") for name in ("run_id", "started", "command", "commit")}
+            writer.writerows([{**same, **row} for row in rows])
 
 
 def _new_folder(results_dir: Path, name: str) -> Path:

@@ -19,7 +19,7 @@ from torch_parallel import launch
 from torch_parallel.collectives import Collective, Receive
 from torch_parallel.collectives.ring import RING_ALL_REDUCE, all_reduce
 from torch_parallel.communicator import Communicator
-from torch_parallel.strategies import STRATEGIES, AllReduce, Strategy
+from torch_parallel.strategies import FROM_SCRATCH, AllReduce, Strategy
 from torch_parallel.workloads import build_model
 
 IMAGE = (1, 8, 8)
@@ -166,11 +166,11 @@ def references() -> list[list[dict]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "n"), [(name, n) for name in STRATEGIES for n in PROCESS_COUNTS[name]], ids=lambda value: str(value)
+    ("name", "n"), [(name, n) for name in FROM_SCRATCH for n in PROCESS_COUNTS[name]], ids=lambda value: str(value)
 )
 def test_every_step_is_that_of_one_process(name: str, n: int, references: list[list[dict]]) -> None:
     settings = [(MODELS[model], OPTIMIZERS[optimizer], dtype) for model, optimizer, dtype, _ in SETTINGS]
-    first, *others = train_everywhere(STRATEGIES[name], n, settings)
+    first, *others = train_everywhere(FROM_SCRATCH[name], n, settings)
     for index, (model, optimizer, dtype, tolerance) in enumerate(SETTINGS):
         assert largest_deviation(first[index], references[index]) <= tolerance, (model, optimizer, dtype)
         for other in others:
@@ -215,7 +215,7 @@ def test_training_performs_the_registered_schedule_itself() -> None:
     settings = [(MODELS["mlp"], OPTIMIZERS["sgd"], torch.float64)]
     reference = one_process(*settings[0])
     right, wrong = (
-        train_everywhere(strategy, 3, settings)[0][0] for strategy in (STRATEGIES["ring_all_reduce"], WrongRing)
+        train_everywhere(strategy, 3, settings)[0][0] for strategy in (FROM_SCRATCH["ring_all_reduce"], WrongRing)
     )
     assert largest_deviation(right, reference) <= 1e-12
     assert largest_deviation(wrong, reference) > 1e-3
@@ -244,10 +244,10 @@ def test_under_param_server_only_the_server_holds_optimizer_state() -> None:
     model = build_model("cnn", IMAGE, CLASSES)
     tensors = list(model.parameters())
     on_server, *on_workers = launch(
-        optimizer_state_elements, 3, STRATEGIES["param_server"], server_count=1, deadline_s=30
+        optimizer_state_elements, 3, FROM_SCRATCH["param_server"], server_count=1, deadline_s=30
     )
     # Adam: two moments of every parameter, and a step count a tensor
     assert on_server == 2 * sum(tensor.numel() for tensor in tensors) + len(tensors)
     assert on_workers == [0, 0]
-    everywhere = launch(optimizer_state_elements, 2, STRATEGIES["ring_all_reduce"], deadline_s=30)
+    everywhere = launch(optimizer_state_elements, 2, FROM_SCRATCH["ring_all_reduce"], deadline_s=30)
     assert everywhere == [on_server, on_server]

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from torch_parallel import launch
 from torch_parallel.communicator import Communicator
-from torch_parallel.strategies import STRATEGIES
+from torch_parallel.strategies import FROM_SCRATCH
 from torch_parallel.workloads import build_model
 
 BUCKET_BYTES = 50_000
@@ -20,7 +20,7 @@ FLOAT = 4
 def record_a_step(communicator: Communicator, name: str) -> tuple[list, list[tuple[int, int]]]:
     """This rank's (source, to, bytes, purpose, round), and (elements, parameters) of every bucket."""
     model = build_model("cnn", (1, 8, 8), 10)
-    strategy = STRATEGIES[name](
+    strategy = FROM_SCRATCH[name](
         model,
         lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1),
         communicator,
@@ -38,7 +38,7 @@ def record_a_step(communicator: Communicator, name: str) -> tuple[list, list[tup
 
 
 def record(name: str, n: int) -> tuple[list, list[tuple[int, int]]]:
-    by_rank = launch(record_a_step, n, name, server_count=STRATEGIES[name].server_count, deadline_s=30)
+    by_rank = launch(record_a_step, n, name, server_count=FROM_SCRATCH[name].server_count, deadline_s=30)
     assert all(buckets == by_rank[0][1] for _, buckets in by_rank)
     return [transfer for transfers, _ in by_rank for transfer in transfers], by_rank[0][1]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torch_parallel import WorkerFailure, launch
 from torch_parallel.communicator import Communicator
-from torch_parallel.strategies import STRATEGIES
+from torch_parallel.strategies import FROM_SCRATCH
 from torch_parallel.strategies.replicas import check_replicas
 
 
@@ -36,7 +36,7 @@ def one_rank(
     """Runs `backward(model, worker_index, step)` in every step; returns what this rank then holds."""
     model = make_model()
     lr, momentum = options.pop("lr", 1.0), options.pop("momentum", 0.0)
-    strategy = STRATEGIES[name](
+    strategy = FROM_SCRATCH[name](
         model,
         lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=lr, momentum=momentum),
         communicator,
@@ -62,13 +62,13 @@ def run(
     steps: int = 1,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    servers = STRATEGIES[name].server_count
+    servers = FROM_SCRATCH[name].server_count
     return launch(
         one_rank, workers + servers, name, make_model, backward, steps, options, server_count=servers, deadline_s=20
     )
 
 
-every_strategy = pytest.mark.parametrize("name", list(STRATEGIES))
+every_strategy = pytest.mark.parametrize("name", list(FROM_SCRATCH))
 
 
 @every_strategy
@@ -145,7 +145,7 @@ def test_the_norm_is_clipped_after_averaging(name: str) -> None:
     for each in held:
         assert each["w"].tolist() == pytest.approx([-0.6, -0.8], abs=1e-6)
     norms = [each["norm"] for each in held]
-    updating = norms[:1] if STRATEGIES[name].server_count else norms
+    updating = norms[:1] if FROM_SCRATCH[name].server_count else norms
     assert updating == [pytest.approx(2.5, abs=1e-15)] * len(updating)
 
 
@@ -310,13 +310,13 @@ def test_everything_frozen_is_refused(name: str) -> None:
 
 def different_models(communicator: Communicator, name: str) -> None:
     model = nn.Linear(3, 2) if communicator.rank != 1 else nn.Linear(3, 3)
-    STRATEGIES[name](model, lambda named: torch.optim.SGD([each for _, each in named], lr=1.0), communicator)
+    FROM_SCRATCH[name](model, lambda named: torch.optim.SGD([each for _, each in named], lr=1.0), communicator)
 
 
 @every_strategy
 def test_models_that_differ_between_ranks_are_refused_by_name(name: str) -> None:
     with pytest.raises(WorkerFailure, match=r"set up weight \[3, 3\]") as failure:
-        launch(different_models, 3, name, server_count=STRATEGIES[name].server_count, deadline_s=20)
+        launch(different_models, 3, name, server_count=FROM_SCRATCH[name].server_count, deadline_s=20)
     assert "set up weight [2, 3]" in str(failure.value)
 
 
@@ -341,14 +341,14 @@ def test_sums_do_not_depend_on_who_comes_first(name: str) -> None:
 def test_gradients_live_in_the_buffers_that_peers_read(name: str) -> None:
     def gradients_are_shared(communicator: Communicator) -> bool:
         model = Weight(5)
-        strategy = STRATEGIES[name](
+        strategy = FROM_SCRATCH[name](
             model, lambda named: torch.optim.SGD([each for _, each in named], lr=1.0), communicator
         )
         strategy.begin_step()
         model.w.sum().backward()
         return model.w.grad.data_ptr() == strategy.buckets[0].shared.local.data_ptr()
 
-    servers = STRATEGIES[name].server_count
+    servers = FROM_SCRATCH[name].server_count
     assert launch(gradients_are_shared, 2 + servers, server_count=servers, deadline_s=20) == [True] * (2 + servers)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torch_parallel import RunConfig, train
-from torch_parallel.strategies import STRATEGIES
+from torch_parallel.strategies import FROM_SCRATCH
 from torch_parallel.training import loop
 
 
@@ -23,7 +23,7 @@ def count_messages(communicator: Any, job: Any) -> dict[str, Any]:
     return {**result, "history": result.get("history", []), "weights": result.get("weights", {}), "messages": gradients}
 
 
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize("strategy", list(FROM_SCRATCH))
 def test_micro_batches_give_the_same_weights_and_no_more_messages(
     tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,7 +42,7 @@ def test_micro_batches_give_the_same_weights_and_no_more_messages(
     for accumulate in (1, 2, 3, 7):  # 7: more micro-batches than samples
         configuration = RunConfig(
             strategy=strategy,
-            n_gpus=2 + STRATEGIES[strategy].server_count,
+            n_gpus=2 + FROM_SCRATCH[strategy].server_count,
             dataset="digits",
             train_size=37,
             batch_size=10,
@@ -53,7 +53,7 @@ def test_micro_batches_give_the_same_weights_and_no_more_messages(
             results_dir=str(tmp_path),
         )
         train(configuration, verbose=False, worker_function=count_messages)
-    first_worker = STRATEGIES[strategy].server_count
+    first_worker = FROM_SCRATCH[strategy].server_count
     whole = results[1]
     assert (
         sum(each["messages"] for each in whole) == {"ring_all_reduce": 2 * 2, "param_server": 2}[strategy] * 8

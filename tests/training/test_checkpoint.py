@@ -135,7 +135,9 @@ def test_the_file_is_plain_and_of_the_bare_model(tmp_path: Path) -> None:
     # momentum of every trainable parameter, by name, though only the server has it
     trainable = [name for name, parameter in bare.named_parameters() if parameter.requires_grad]
     assert sorted(content["optimizer"]) == sorted(trainable)
-    assert content["config"] == dataclasses.asdict(config(tmp_path, "param_server", epochs=1, checkpoint_every=7))
+    assert content["config"] == dataclasses.asdict(
+        config(tmp_path, "param_server", epochs=1, checkpoint_every=7, test_size=360)
+    )
 
 
 def saved(folder: Path, count: int) -> list[Path]:

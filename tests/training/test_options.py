@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from torch_parallel import RunConfig, WorkerFailure, train
-from torch_parallel.strategies import STRATEGIES
+from torch_parallel.strategies import FROM_SCRATCH
 from torch_parallel.training import loop, schedule
 from torch_parallel.training.sampler import epoch_order
 from torch_parallel.workloads import Dataset
 
-every_strategy = pytest.mark.parametrize("strategy", list(STRATEGIES))
+every_strategy = pytest.mark.parametrize("strategy", list(FROM_SCRATCH))
 
 
 def eight_samples(bad: int | None = None) -> Dataset:
@@ -38,7 +38,7 @@ def run(folder: Path, strategy: str, dataset: Dataset, worker_function: Any = lo
     options: dict[str, Any] = {"batch_size": 2, "epochs": 2, "lr": 0.5, **more}
     configuration = RunConfig(
         strategy=strategy,
-        n_gpus=2 + STRATEGIES[strategy].server_count,
+        n_gpus=2 + FROM_SCRATCH[strategy].server_count,
         device="cpu",
         dtype="float64",
         results_dir=str(folder),

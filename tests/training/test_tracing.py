@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from torch_parallel import RunConfig, train
-from torch_parallel.strategies import STRATEGIES
+from torch_parallel.strategies import FROM_SCRATCH
 from torch_parallel.trace import read_chrome_trace
 
 
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize("strategy", list(FROM_SCRATCH))
 def test_a_trace_of_all_ranks(tmp_path: Path, strategy: str) -> None:
     """3 steps of 2 workers: computations, updates and transfers counted by hand."""
-    servers = STRATEGIES[strategy].server_count
+    servers = FROM_SCRATCH[strategy].server_count
     train(
         RunConfig(
             strategy=strategy,

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from torch_parallel import RunConfig, WorkerFailure, train
-from torch_parallel.strategies import STRATEGIES
+from torch_parallel.strategies import FROM_SCRATCH, STRATEGIES
 from torch_parallel.training.run import TrainingRun
 from torch_parallel.training.sampler import epoch_order
 from torch_parallel.workloads import DataError, Dataset, build_model, load_dataset
 
 every_strategy = pytest.mark.parametrize("strategy", list(STRATEGIES))
+from_scratch = pytest.mark.parametrize("strategy", list(FROM_SCRATCH))
 
 
 def made(
@@ -394,7 +395,7 @@ def probe(run: Callable[..., TrainingRun], tmp_path: Path) -> Callable[..., list
     return probe
 
 
-@every_strategy
+@from_scratch
 def test_draws_differ_between_workers_and_repeat_in_the_next_run(
     strategy: str, probe: Callable[..., list[dict[str, Any]]]
 ) -> None:
@@ -406,7 +407,7 @@ def test_draws_differ_between_workers_and_repeat_in_the_next_run(
     assert first == again
 
 
-@every_strategy
+@from_scratch
 def test_all_start_from_the_same_weights_even_if_each_seeds_itself(
     strategy: str, probe: Callable[..., list[dict[str, Any]]]
 ) -> None:
@@ -425,7 +426,7 @@ def test_the_generators_of_the_calling_process_are_left_alone(run: Callable[...,
 # Failing.
 
 
-@every_strategy
+@from_scratch
 def test_a_nan_stops_all_and_is_located(strategy: str, run: Callable[..., TrainingRun], tmp_path: Path) -> None:
     """Sample 7 of the third batch of the second epoch lies in the second of two shards of eight, four each."""
     dataset = points(24)

@@ -59,7 +59,7 @@ def test_subset_is_seeded_without_repeats_and_keeps_pairs() -> None:
     assert torch.equal(small.train_inputs.flatten().long(), small.train_targets)  # each image still has its own label
     assert torch.equal(small.train_targets, dataset.subset(30, seed=3).train_targets)
     assert not torch.equal(small.train_targets, dataset.subset(30, seed=4).train_targets)
-    assert small.test_inputs is dataset.test_inputs
+    assert torch.equal(small.test_inputs, dataset.test_inputs)
     assert torch.equal(dataset.subset(100, seed=3).train_inputs, inputs)
 
 

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from torch_parallel.strategies.all_reduce import AllReduce, RingAllReduce
-from torch_parallel.strategies.base import NotFinite, OptimizerFactory, Strategy
+from torch_parallel.strategies.base import FromScratch, NotFinite, OptimizerFactory, Strategy
+from torch_parallel.strategies.builtin import DataParallelStrategy, DistributedDataParallelStrategy
 from torch_parallel.strategies.param_server import ParamServer
 
-STRATEGIES: dict[str, type[Strategy]] = {
+FROM_SCRATCH: dict[str, type[FromScratch]] = {
     "ring_all_reduce": RingAllReduce,
     "param_server": ParamServer,
 }
+BUILTIN: dict[str, type[Strategy]] = {
+    "ddp": DistributedDataParallelStrategy,
+    "data_parallel": DataParallelStrategy,
+}
+STRATEGIES: dict[str, type[Strategy]] = {**FROM_SCRATCH, **BUILTIN}
 
-__all__ = ["STRATEGIES", "AllReduce", "NotFinite", "OptimizerFactory", "ParamServer", "RingAllReduce", "Strategy"]
+__all__ = [
+    "BUILTIN",
+    "FROM_SCRATCH",
+    "STRATEGIES",
+    "AllReduce",
+    "FromScratch",
+    "NotFinite",
+    "OptimizerFactory",
+    "ParamServer",
+    "RingAllReduce",
+    "Strategy",
+]

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from torch_parallel.collectives import ALL_REDUCE
 from torch_parallel.gradients.buckets import Bucket
-from torch_parallel.strategies.base import Strategy
+from torch_parallel.strategies.base import FromScratch
 
 
-class AllReduce(Strategy):
+class AllReduce(FromScratch):
     """Synchronous data-parallel training over one all-reduce algorithm, by its name in the registry."""
 
     algorithm: str

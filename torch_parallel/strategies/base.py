@@ -1,7 +1,7 @@
 """What a strategy is: the way by which workers come to hold the next parameters.
 
-The training loop is the same for all: `begin_step()`, forward, loss, backward, `step()`. A strategy says two things,
-for one bucket of gradients at a time:
+The training loop is the same for all: `begin_step()`, forward, loss, backward, `step()`. A strategy of ours, a
+`FromScratch`, says two things, for one bucket of gradients at a time:
 
 - `reduce(bucket)` brings the sum of all workers' gradients to where the update is made;
 - `update(bucket, scale)` makes it there, of `scale` times the gradient, and when it returns this rank's parameters hold
@@ -21,9 +21,9 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -45,14 +45,17 @@ class NotFinite(ArithmeticError):
 
 
 class Strategy(ABC):
-    """One rank's part in keeping the replicas equal.
+    """One rank's part in keeping the replicas equal: what the training loop calls.
 
-    Set-up compares the models of all ranks, gives all of them rank 0's parameters and buffers, and makes one optimizer
-    a bucket on the ranks that update. Raises TransportError naming the first parameter or buffer in which the ranks'
-    models differ, ValueError for a model without trainable parameters.
+    Set-up gives all ranks rank 0's parameters and buffers. Raises TransportError naming the first parameter or buffer
+    in which the ranks' models differ.
     """
 
-    server_count = 0
+    server_count: ClassVar[int] = 0
+    options: ClassVar[tuple[str, ...]] = ()
+    """Fields of the run's configuration that this strategy is made with, beside those that all have."""
+    every_rank_computes: ClassVar[bool] = False
+    """Whether a rank without samples takes part in forward and backward too, with an empty batch."""
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class Strategy(ABC):
         clip_norm: float | None = None,
         skip_not_finite: bool = False,
     ) -> None:
+        self.bucket_bytes = bucket_bytes
         self.clip_norm = clip_norm
         self.skip_not_finite = skip_not_finite
         self.last_norm: float | None = None
@@ -71,15 +75,61 @@ class Strategy(ABC):
         self.on_update: Callable[[int, float, float], None] | None = None
         """Called with bucket index, start and end (`time.perf_counter`) of each update made on this rank."""
         self.model = model
+        self.forward: Callable[..., Any] = model
+        """Maps a batch to logits: the model, or what a strategy put around it."""
+        self.loss_factor = 1.0
+        """By what the loss is multiplied before backward, for a strategy that takes means where ours take sums."""
         self.communicator = communicator
         self.transport = communicator.transport
         self.exchange_s = 0.0  # waiting included
         self.update_s = 0.0
+        self.optimizers: list[Optimizer] = []
         give_everyone_the_same(model, communicator)
-        groups = cut_into_buckets(model.named_parameters(), bucket_bytes)
+
+    @staticmethod
+    def process_count(n: int) -> int:
+        """How many processes drive `n` GPUs, or CPU workers."""
+        return n
+
+    @abstractmethod
+    def optimized(self) -> Iterable[tuple[NamedParameters, Optimizer]]:
+        """Each optimizer of this rank with its parameters, in its order; nothing on a rank that updates nothing."""
+
+    def set_learning_rate(self, lr: float) -> None:
+        """For the steps to come; without effect on a rank that updates nothing."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Clears the gradients."""
+
+    def synchronising(self, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of one micro-batch; `last` says whether it is the last one of its step."""
+        return nullcontext()
+
+    @abstractmethod
+    def step(self) -> None:
+        """Makes of the gradients on all ranks the next parameters on all ranks. Raises NotFinite."""
+
+    def close(self) -> None:  # noqa: B027  # most have nothing to do
+        """After the last step, on all ranks."""
+
+
+class FromScratch(Strategy):
+    """A strategy of ours: gradients in buckets that peers can read, and one optimizer a bucket where updates are made.
+
+    Raises ValueError for a model without trainable parameters.
+    """
+
+    def __init__(self, model: nn.Module, optimizer_factory: OptimizerFactory, *arguments: Any, **options: Any) -> None:
+        super().__init__(model, optimizer_factory, *arguments, **options)
+        groups = cut_into_buckets(model.named_parameters(), self.bucket_bytes)
         self._frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
         self.buckets = [Bucket(index, group, self.transport.share) for index, group in enumerate(groups)]
-        self.optimizers = [optimizer_factory(bucket.parameters) for bucket in self.buckets] if self.updates_here else []
+        if self.updates_here:
+            self.optimizers = [optimizer_factory(bucket.parameters) for bucket in self.buckets]
 
     @property
     def updates_here(self) -> bool:
@@ -94,11 +144,9 @@ class Strategy(ABC):
     def update(self, bucket: Bucket, scale: float | None = 1.0) -> None:
         """Returns with the next parameters on this rank; with a scale of None, with the present ones."""
 
-    def set_learning_rate(self, lr: float) -> None:
-        """For the steps to come; without effect on a rank that updates nothing."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+    def optimized(self) -> Iterable[tuple[NamedParameters, Optimizer]]:
+        for bucket, optimizer in zip(self.buckets, self.optimizers, strict=False):
+            yield bucket.parameters, optimizer
 
     def begin_step(self) -> None:
         """Clears the gradients, once no peer reads the last step's any more.

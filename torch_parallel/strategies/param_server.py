@@ -18,14 +18,14 @@ import torch
 
 from torch_parallel.collectives import broadcast_from, reduce_to
 from torch_parallel.gradients.buckets import Bucket, views_of
-from torch_parallel.strategies.base import Strategy
+from torch_parallel.strategies.base import FromScratch
 from torch_parallel.transport.base import SharedBuffer
 
 PUSH = reduce_to(0, root_contributes=False)
 PULL = broadcast_from(0)
 
 
-class ParamServer(Strategy):
+class ParamServer(FromScratch):
     """The synchronous parameter server: see the module's docstring. Needs at least two ranks."""
 
     server_count = 1

@@ -16,7 +16,6 @@ import pickle
 import random
 import re
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,27 +138,22 @@ def on_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def optimizer_state(strategy: Strategy) -> dict[str, dict[str, Any]]:
     """Parameter name -> its state in the optimizer, on the CPU; {} on a rank that updates nothing."""
     state: dict[str, dict[str, Any]] = {}
-    for name, parameter, optimizer in _updated(strategy):
-        if parameter in optimizer.state:
-            state[name] = {
-                key: value.detach().cpu().clone() if isinstance(value, Tensor) else value
-                for key, value in optimizer.state[parameter].items()
-            }
+    for parameters, optimizer in strategy.optimized():
+        for name, parameter in parameters:
+            if parameter in optimizer.state:
+                state[name] = {
+                    key: value.detach().cpu().clone() if isinstance(value, Tensor) else value
+                    for key, value in optimizer.state[parameter].items()
+                }
     return state
 
 
 def restore_optimizers(strategy: Strategy, state: dict[str, dict[str, Any]]) -> None:
     """Gives the optimizers of this rank the state of their own parameters, however these are cut into buckets."""
-    for bucket, optimizer in zip(strategy.buckets, strategy.optimizers, strict=False):
-        names = [name for name, _ in bucket.parameters]
+    for parameters, optimizer in strategy.optimized():
+        names = [name for name, _ in parameters]
         own = {index: state[name] for index, name in enumerate(names) if name in state}
         optimizer.load_state_dict({"state": own, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _updated(strategy: Strategy) -> Iterator[tuple[str, nn.Parameter, torch.optim.Optimizer]]:
-    for bucket, optimizer in zip(strategy.buckets, strategy.optimizers, strict=False):
-        for name, parameter in bucket.parameters:
-            yield name, parameter, optimizer
 
 
 def rank_state(model: nn.Module, loss_sum: float) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class RunConfig:
     n_gpus: int | None = flag(
         None,
         "processes, one a GPU, or CPU processes where there is no GPU; with param_server the first one is the server "
-        "and trains nothing (default: all GPUs and at least 2)",
+        "and trains nothing; data_parallel drives all GPUs from one process (default: all GPUs and at least 2)",
     )
     batch_size: int = flag(64, "samples of one optimizer step over all workers together (the global batch)")
     epochs: int | None = flag(
@@ -61,6 +61,7 @@ class RunConfig:
         None, "folder with the data; then the folder named by TORCH_PARALLEL_DATA, then ./data, are looked into"
     )
     train_size: int | None = flag(None, "train on a seeded random subset of this many samples (default: all)")
+    test_size: int | None = flag(None, "test on a seeded random subset of this many samples (default: all)")
     seed: int = flag(0, "seed of initial weights, sample order, subset and dropout")
     device: str = flag("auto", "where workers train; auto takes the GPUs where there are any", DEVICES)
     dtype: str = flag("float32", "type of parameters and gradients", DTYPES)
@@ -96,6 +97,7 @@ class RunConfig:
         self._check("momentum", 0 <= self.momentum < 1, "it must lie in [0, 1)")
         self._check("weight_decay", 0 <= self.weight_decay < math.inf, "it must be finite and not < 0")
         self._check("train_size", self.train_size is None or self.train_size >= 1, "at least 1 sample is needed")
+        self._check("test_size", self.test_size is None or self.test_size >= 1, "at least 1 sample is needed")
         self._check("seed", 0 <= self.seed < 2**63, "it must lie in [0, 2^63)")
         self._check("warmup_steps", self.warmup_steps >= 0, "it must not be < 0")
         self._check("accumulate", self.accumulate >= 1, "at least 1 micro-batch is needed")

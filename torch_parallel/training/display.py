@@ -23,17 +23,24 @@ class Display:
     """The launcher's ear for what workers report, and its eye on the status board."""
 
     def __init__(
-        self, config: RunConfig, dataset: Dataset, folder: RunFolder, model_name: str, device: str, verbose: bool
+        self,
+        config: RunConfig,
+        dataset: Dataset,
+        folder: RunFolder,
+        model_name: str,
+        device: str,
+        verbose: bool,
     ) -> None:
         self.config = config
         self.dataset = dataset
         self.folder = folder
         self.model_name = model_name
         self.device = device
+        self.processes = STRATEGIES[config.strategy].process_count(config.n_gpus or 1)
         self.verbose = verbose
         self.servers = STRATEGIES[config.strategy].server_count
         self.launched_s = time.perf_counter()
-        self.threads = threads_per_worker(config.n_gpus or 1)
+        self.threads = threads_per_worker(self.processes)
         self.steps = step_count(len(dataset.train_targets), config.batch_size)
         # disable=None: no bar where the output is not a terminal
         self.bar = tqdm(
@@ -49,8 +56,8 @@ class Display:
                 print(line, flush=True)
 
     def introduce(self, lines: list[str | None]) -> None:
-        config, n = self.config, self.config.n_gpus or 1
-        workers = n - self.servers
+        config = self.config
+        workers = self.processes - self.servers
         batch = min(config.batch_size, config.train_size or config.batch_size)
         for line in lines:
             if line:
@@ -111,6 +118,7 @@ class Display:
             "model": self.model_name,
             "dataset": self.dataset.name,
             "train_size": config.train_size,
+            "test_size": config.test_size,
             "n": config.n_gpus,
             "nodes": 1,
             "batch_size": config.batch_size,

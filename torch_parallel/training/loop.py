@@ -104,6 +104,7 @@ class Trainer:
             self._finish_epoch(epoch, spent, train_s, rate)
         if self.config.checkpoint_every and self.steps_done % self.config.checkpoint_every:
             self._save()
+        self.strategy.close()
         events = self.tracer.events if self.tracer else []
         if self.communicator.worker_index != 0:
             return {"events": events}
@@ -112,7 +113,8 @@ class Trainer:
 
     def _make_strategy(self) -> Strategy:
         config = self.config
-        return STRATEGIES[config.strategy](
+        strategy = STRATEGIES[config.strategy]
+        return strategy(
             self.model,
             partial(
                 make_optimizer,
@@ -125,6 +127,7 @@ class Trainer:
             bucket_bytes=int(config.bucket_mb * 2**20),
             clip_norm=config.clip_norm,
             skip_not_finite=config.not_finite == "skip",
+            **{name: getattr(config, name) for name in strategy.options},
         )
 
     def train_epoch(self, epoch: int, warms_up: bool = False) -> tuple[RankEpoch, float, float]:
@@ -154,9 +157,11 @@ class Trainer:
         )
         self.strategy.begin_step()
         with self._span("compute", f"step {step} of epoch {epoch}"):
-            for micro_batch in indices.tensor_split(config.accumulate):
-                if len(micro_batch):  # a rank without samples exchanges all the same
-                    self._forward_and_backward(micro_batch, global_count)
+            for number, micro_batch in enumerate(indices.tensor_split(config.accumulate), start=1):
+                # a rank without samples exchanges all the same
+                if len(micro_batch) or self.strategy.every_rank_computes:
+                    with self.strategy.synchronising(last=number == config.accumulate):
+                        self._forward_and_backward(micro_batch, global_count)
         try:
             self.strategy.step()
             self.steps_done += 1
@@ -173,11 +178,11 @@ class Trainer:
 
     def _forward_and_backward(self, indices: Tensor, global_count: int) -> None:
         device = self.communicator.device
-        logits = self.model(self._prepare(self.data["train_inputs"][indices].to(device)))
+        logits = self.strategy.forward(self._prepare(self.data["train_inputs"][indices].to(device)))
         targets = self.data["train_targets"][indices].to(device)
-        loss = cross_entropy(logits, targets, reduction="sum") / global_count
-        loss.backward()
-        self.loss_sum += loss.detach() * global_count
+        loss_sum = cross_entropy(logits, targets, reduction="sum")
+        (loss_sum * self.strategy.loss_factor / global_count).backward()
+        self.loss_sum += loss_sum.detach()
 
     def _finish_epoch(self, epoch: int, spent: RankEpoch, train_s: float, rate: float) -> None:
         """Evaluates, adds up what all ranks have seen and spent, and tells the launcher."""

@@ -60,17 +60,27 @@ def train(
     servers = STRATEGIES[config.strategy].server_count
     n, device, device_line = choose_processes(config.n_gpus, config.device, servers)
     if dataset is None:
-        dataset, data_line = load_dataset(config.dataset, config.data_dir, config.train_size, config.seed)
+        dataset, data_line = load_dataset(
+            config.dataset, config.data_dir, config.train_size, config.seed, config.test_size
+        )
     else:
         data_line = f"{dataset.name} from {dataset.source}"
-        if config.train_size is not None:
-            dataset = dataset.subset(config.train_size, config.seed)
+        dataset = dataset.subset(config.train_size, config.seed, config.test_size)
     if len(dataset.train_targets) == 0 or len(dataset.test_targets) == 0:
         raise DataError(f"{dataset.name} has no samples to train on, or none to test with")
     model_is_given = make_model is not None
     make_model = make_model or partial(build_model, config.model, dataset.image_shape, dataset.class_count)
     model_name = getattr(make_model, "__name__", "model") if model_is_given else config.model
-    config = replace(config, n_gpus=n, train_size=len(dataset.train_targets), epochs=config.epochs_on(dataset.name))
+    config = replace(
+        config,
+        n_gpus=n,
+        train_size=len(dataset.train_targets),
+        test_size=len(dataset.test_targets),
+        epochs=config.epochs_on(dataset.name),
+    )
+    processes = STRATEGIES[config.strategy].process_count(n)
+    if processes < n and device == "cpu":
+        device_line = f"no GPU: {config.strategy} runs the plain module in {processes} process"
     resume_from, resume_line = _checkpoint_to_resume(config, dataset.name) if config.resume else (None, None)
     _check_the_machine(config, dataset, make_model)
     folder = RunFolder(config.results_dir, f"{config.strategy}_{model_name}_{dataset.name}_n{n}")
@@ -81,7 +91,7 @@ def train(
         display.introduce([device_line, data_line, resume_line])
         results = launch(
             worker_function,
-            n,
+            processes,
             job,
             server_count=servers,
             threads=display.threads,
@@ -132,7 +142,7 @@ def _check_the_machine(config: RunConfig, dataset: Dataset, make_model: Callable
     required = preflight.needs(
         make_model,
         itemsize=getattr(torch, config.dtype).itemsize,
-        n=config.n_gpus or 1,
+        n=STRATEGIES[config.strategy].process_count(config.n_gpus or 1),
         has_server=STRATEGIES[config.strategy].server_count > 0,
         bucket_bytes=int(config.bucket_mb * 2**20),
         data_bytes=sum(getattr(dataset, name).nbytes for name in TENSORS),

@@ -27,23 +27,26 @@ DEFAULT_FOLDER = Path("data")
 REMEDY = f"name a folder that has it (--data_dir, or {FOLDER_VARIABLE} in the environment), or take --dataset digits"
 
 
-def load_dataset(name: str | None, data_dir: str | None, train_size: int | None, seed: int) -> tuple[Dataset, str]:
+def load_dataset(
+    name: str | None, data_dir: str | None, train_size: int | None, seed: int, test_size: int | None = None
+) -> tuple[Dataset, str]:
     """The data of a run, and one line that says which it is and where it came from.
 
     Without a `name`: MNIST if it can be had, else digits, and the line says why. Looks in `data_dir`, in the folder
     that the environment variable TORCH_PARALLEL_DATA names, and in ./data; a download goes to the first of these that
-    is given. `train_size` keeps that many training samples, drawn by `seed`; the test samples are always all.
+    is given. `train_size` and `test_size` keep that many samples, drawn by `seed`.
 
     Raises DataError, one line with the remedies: unknown name, no such folder, data that can neither be found nor
-    downloaded, a damaged file (never passed over for other data), a `train_size` that is not in 1..n.
+    downloaded, a damaged file (never passed over for other data), a size that is not in 1..n.
     """
     folders = search_folders(data_dir)
     dataset = _load_default(folders) if name is None else _load_named(name, folders)
-    count = len(dataset.train_targets)
     line = f"{dataset.name} from {dataset.source}"
-    if train_size is None:
-        return dataset, line
-    return dataset.subset(train_size, seed), f"{line}; {train_size} of {count} training samples"
+    if train_size is not None:
+        line += f"; {train_size} of {len(dataset.train_targets)} training samples"
+    if test_size is not None:
+        line += f"; {test_size} of {len(dataset.test_targets)} test samples"
+    return dataset.subset(train_size, seed, test_size), line
 
 
 def search_folders(data_dir: str | None) -> list[Path]:

@@ -60,15 +60,26 @@ class Dataset:
             plane.sub_(mean).div_(std)
         return scaled.to(dtype)
 
-    def subset(self, train_size: int, seed: int) -> Dataset:
-        """The same data with `train_size` of the training samples, drawn without repeats; all test samples stay.
+    def subset(self, train_size: int | None, seed: int, test_size: int | None = None) -> Dataset:
+        """The same data with `train_size` of the training samples and `test_size` of the test samples; None is all.
 
-        The draw depends on `seed` only. The samples keep their order, so the subset of all n is the data set itself.
-        Raises DataError unless 1 <= train_size <= n.
+        They are drawn without repeats, by `seed` only. The samples keep their order, so the subset of all n is the data
+        set itself. Raises DataError unless sizes lie in 1..n.
         """
-        count = len(self.train_targets)
-        if not 1 <= train_size <= count:
-            raise DataError(f"train_size is {train_size}, but {self.name} has {count} training samples ({self.source})")
+        train = self._chosen("train", train_size, len(self.train_targets), seed)
+        test = self._chosen("test", test_size, len(self.test_targets), seed)
+        return replace(
+            self,
+            train_inputs=self.train_inputs[train],
+            train_targets=self.train_targets[train],
+            test_inputs=self.test_inputs[test],
+            test_targets=self.test_targets[test],
+        )
+
+    def _chosen(self, part: str, size: int | None, count: int, seed: int) -> Tensor | slice:
+        if size is None:
+            return slice(None)
+        if not 1 <= size <= count:
+            raise DataError(f"{part}_size is {size}, but {self.name} has {count} {part} samples ({self.source})")
         generator = torch.Generator().manual_seed(seed)
-        chosen = torch.randperm(count, generator=generator)[:train_size].sort().values
-        return replace(self, train_inputs=self.train_inputs[chosen], train_targets=self.train_targets[chosen])
+        return torch.randperm(count, generator=generator)[:size].sort().values

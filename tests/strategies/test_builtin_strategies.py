@@ -1,0 +1,62 @@
+"""Torch's own as strategies of the same loop: they train what one process trains, whatever the options."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_parallel import RunConfig, WorkerFailure, train
+from torch_parallel.strategies import BUILTIN
+
+builtin = pytest.mark.parametrize("strategy", list(BUILTIN))
+
+
+def trained(folder: Path, strategy: str, n: int, **options: Any) -> dict[str, Tensor]:
+    config = RunConfig(
+        strategy=strategy,
+        n_gpus=n,
+        dataset="digits",
+        epochs=1,
+        dtype="float64",
+        device="cpu",
+        results_dir=str(folder),
+        **options,
+    )
+    return train(config, verbose=False).weights
+
+
+@builtin
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"train_size": 7, "batch_size": 1},  # fewer samples than workers in every step
+        {"train_size": 50, "batch_size": 16, "clip_norm": 0.05},
+        {"train_size": 50, "batch_size": 16, "accumulate": 3},
+    ],
+    ids=lambda options: list(options)[-1],
+)
+def test_they_train_what_one_process_trains(tmp_path: Path, strategy: str, options: dict[str, Any]) -> None:
+    weights, reference = (trained(tmp_path, name, n, **options) for name, n in ((strategy, 3), ("ring_all_reduce", 1)))
+    for name, value in reference.items():
+        assert torch.linalg.vector_norm(weights[name] - value) <= 1e-12 * torch.linalg.vector_norm(value)
+
+
+@builtin
+def test_a_gradient_that_is_not_finite_stops_them_too(tmp_path: Path, strategy: str) -> None:
+    with pytest.raises(WorkerFailure, match=r"the gradient of .* is NaN or infinite in step \d+ of epoch 1"):
+        trained(tmp_path, strategy, 2, train_size=200, batch_size=10, lr=1e200)
+
+
+@builtin
+def test_or_all_ranks_skip_the_step(tmp_path: Path, strategy: str) -> None:
+    weights = trained(tmp_path, strategy, 2, train_size=200, batch_size=10, lr=1e200, not_finite="skip")
+    assert all(torch.isfinite(value).all() for value in weights.values())
+    (rows,) = (list(csv.DictReader(path.open())) for path in tmp_path.glob("*/runs.csv"))
+    assert {int(row["skipped_steps"]) for row in rows} == {
+        19
+    }  # all but the first, which makes the weights what they are

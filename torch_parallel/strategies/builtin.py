@@ -1,0 +1,150 @@
+"""Torch's own DataParallel and DistributedDataParallel as strategies: the loop is ours, everything else is torch's.
+
+They are here to be compared with, in the same loop and with the same records. The two scripts at the top level are the
+stricter controls: they share no code with ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from torch_parallel.communicator import Communicator
+from torch_parallel.gradients.buckets import NamedParameters
+from torch_parallel.status import UPDATING
+from torch_parallel.strategies.base import NotFinite, OptimizerFactory, Strategy
+
+SAMPLED_EVERY = 100
+"""DistributedDataParallel times its own exchange in one of so many steps."""
+
+
+class Builtin(Strategy):
+    """When backward returns, torch has put the mean of the gradients into every `.grad`; what is left is the update."""
+
+    def __init__(self, model: nn.Module, optimizer_factory: OptimizerFactory, *arguments: Any, **options: Any) -> None:
+        super().__init__(model, optimizer_factory, *arguments, **options)
+        self.parameters = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        if not self.parameters:
+            raise ValueError("the model has no trainable parameter: all are frozen (requires_grad=False), or none is")
+        self.optimizers = [optimizer_factory(self.parameters)]
+
+    def optimized(self) -> Iterable[tuple[NamedParameters, Optimizer]]:
+        return [(self.parameters, self.optimizers[0])]
+
+    def begin_step(self) -> None:
+        self.optimizers[0].zero_grad()
+
+    def step(self) -> None:
+        start_s = time.perf_counter()
+        self.communicator.status.phase(UPDATING)
+        gradients = [each.grad for _, each in self.parameters if each.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        self.last_norm = norm.item()
+        if not math.isfinite(self.last_norm) and (name := self._not_finite()) is not None:
+            if not self.skip_not_finite:
+                raise NotFinite(f"the gradient of {name} is NaN or infinite")
+            self.skipped_steps += 1
+            return
+        if self.clip_norm is not None:
+            parameters = [each for _, each in self.parameters]
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
+        self.optimizers[0].step()
+        end_s = time.perf_counter()
+        self.update_s += end_s - start_s
+        if self.on_update is not None:
+            self.on_update(0, start_s, end_s)
+
+    def _not_finite(self) -> str | None:
+        """The first parameter whose gradient is not finite; none, where it was only the norm that overflowed."""
+        for name, parameter in self.parameters:
+            if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+                return name
+        return None
+
+
+class DistributedDataParallelStrategy(Builtin):
+    """torch.nn.parallel.DistributedDataParallel at its best settings: gloo on the CPU, NCCL on GPUs.
+
+    Gradients lie in its buckets, and the graph is taken to be the same in every step, which torch does not allow with
+    accumulation. A parameter that no rank uses gets a gradient of zeros, and not None.
+    """
+
+    options = ("accumulate",)
+    every_rank_computes = True  # each of them waits for all others during backward
+
+    def __init__(self, *arguments: Any, accumulate: int = 1, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        communicator = self.communicator
+        on_gpu = communicator.device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=_meet(communicator),
+            rank=communicator.rank,
+            world_size=communicator.world_size,
+        )
+        self.ddp = DistributedDataParallel(
+            self.model,
+            device_ids=[communicator.device.index] if on_gpu else None,
+            bucket_cap_mb=self.bucket_bytes / 2**20,
+            gradient_as_bucket_view=True,
+            static_graph=accumulate == 1,
+        )
+        self.forward = self.ddp
+        self.loss_factor = float(communicator.world_size)  # it takes the mean over the ranks
+        self._steps = 0
+
+    def synchronising(self, last: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if last else cast(AbstractContextManager[None], self.ddp.no_sync())
+
+    def step(self) -> None:
+        self._steps += 1
+        if self._steps % SAMPLED_EVERY == 0:
+            self.exchange_s += SAMPLED_EVERY * exposed_exchange_s(self.ddp)
+        super().step()
+
+    def close(self) -> None:
+        self.communicator.barrier()
+        dist.destroy_process_group()
+
+
+def exposed_exchange_s(ddp: DistributedDataParallel) -> float:
+    """Seconds of exchange, waiting included, that did not overlap with computing in the step it timed last."""
+    timed = ddp._get_ddp_logging_data()
+    return float(timed.get("backward_comm_time", 0) - timed.get("backward_compute_comm_overlap_time", 0)) / 1e9
+
+
+def _meet(communicator: Communicator) -> TCPStore:
+    """Rank 0 opens a free port of the loopback and tells the others."""
+    port = torch.zeros((), dtype=torch.int64)
+    store = None
+    if communicator.rank == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port.fill_(store.port)
+    port = communicator.broadcast(port)
+    return store or TCPStore("127.0.0.1", int(port), is_master=False)
+
+
+class DataParallelStrategy(Builtin):
+    """torch.nn.DataParallel: one process feeds all GPUs. Without GPUs it runs the plain module, as torch does."""
+
+    options = ("n_gpus",)
+
+    def __init__(self, *arguments: Any, n_gpus: int = 1, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        on_gpu = self.communicator.device.type == "cuda"
+        self.forward = nn.DataParallel(self.model, list(range(n_gpus)) if on_gpu else None)
+
+    @staticmethod
+    def process_count(n: int) -> int:
+        return 1
