@@ -66,9 +66,21 @@ def train(config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
         )
         names = ("model", "train_size", "test_size", "batch_size", "seed", "device", "dtype", "optimizer")
         row = {name: getattr(config, name) for name in names}
-        row |= {"strategy": "data_parallel", "kind": "measured", "n": config.n_gpus, "nodes": 1, "rank": 0}
-        row |= {"role": "worker", "dataset": dataset.name, "lr": config.learning_rate, "epoch": epoch}
-        row |= {"threads": torch.get_num_threads(), "steps": -(-count // config.batch_size), "train_s": train_s}
+        row |= {"strategy": "data_parallel", "kind": "measured", "n": config.n_gpus, "workers": 1}
+        row |= {
+            "nodes": 1,
+            "rank": 0,
+            "role": "worker",
+            "dataset": dataset.name,
+            "lr": config.learning_rate,
+            "epoch": epoch,
+        }
+        row |= {
+            "epoch": epoch,
+            "threads": torch.get_num_threads(),
+            "steps": -(-count // config.batch_size),
+            "train_s": train_s,
+        }
         row |= {"train_loss": float(loss_sum) / count, "test_loss": test_loss / tested, "samples_per_s": rate}
         row |= {"test_accuracy": correct / tested, "compute_s": train_s - update_s, "update_s": update_s}
         folder.append_rows([row])

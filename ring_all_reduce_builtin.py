@@ -132,6 +132,7 @@ def record(
         "strategy": "ddp",
         "kind": "measured",
         "n": config.n_gpus,
+        "workers": config.n_gpus,
         "nodes": 1,
         "threads": threads(config.n_gpus or 1),
         "epoch": epoch,

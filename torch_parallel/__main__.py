@@ -11,7 +11,9 @@ from torch_parallel.command_line import run_command, start_command
 COMMANDS = {
     "bench": "timings beside torch's own",
     "collectives": "lists the collective algorithms, or draws one round by round",
+    "experiment": "grids of training runs, compared",
     "faults": "breaks training runs on purpose and checks how they end",
+    "plots": "draws the figures of media/ from results/",
 }
 
 

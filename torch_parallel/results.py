@@ -31,6 +31,7 @@ COLUMNS = (
     "train_size",
     "test_size",
     "n",
+    "workers",  # processes that train
     "nodes",
     "batch_size",  # global
     "seed",
@@ -38,7 +39,7 @@ COLUMNS = (
     "dtype",
     "optimizer",
     "lr",
-    "threads",
+    "threads",  # of one process
     "epoch",
     "steps",
     "train_loss",
@@ -71,11 +72,20 @@ class RunFolder:
     Raises ResultsError where it cannot be made.
     """
 
-    def __init__(self, results_dir: str, name: str) -> None:
+    def __init__(self, results_dir: str, name: str, with_time: bool = True) -> None:
         started = datetime.datetime.now().astimezone()
         name = re.sub(r"[^\w.-]+", "", name)  # it may hold the name of a user's function, "<lambda>" among them
-        self.path = _new_folder(Path(os.path.expanduser(results_dir)), f"{started:%Y-%m-%d_%H%M%S}_{name}")
+        when = f"{started:%Y-%m-%d_%H%M%S}" if with_time else f"{started:%Y-%m-%d}"
+        self.path = _new_folder(Path(os.path.expanduser(results_dir)), f"{when}_{name}")
         self._manifest: dict[str, Any] = {"run_id": self.run_id, "started": started.isoformat(timespec="seconds")}
+
+    @classmethod
+    def reopened(cls, path: Path) -> RunFolder:
+        """A folder that was made before, to go on in."""
+        folder = cls.__new__(cls)
+        folder.path = path
+        folder._manifest = json.loads((path / "manifest.json").read_text())
+        return folder
 
     @property
     def run_id(self) -> str:

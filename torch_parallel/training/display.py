@@ -120,6 +120,7 @@ class Display:
             "train_size": config.train_size,
             "test_size": config.test_size,
             "n": config.n_gpus,
+            "workers": self.processes - self.servers,
             "nodes": 1,
             "batch_size": config.batch_size,
             "seed": config.seed,

@@ -1,0 +1,212 @@
+"""What an experiment measured, read back from its folder, and the refusal to compare what is not alike.
+
+    folder = newest("ring_all_reduce")              results/ring_all_reduce/<date>_<machine>
+    runs = select(read_runs(folder), model="cnn")
+    held_equal(runs)                                {"dataset": "mnist", "batch_size": 64, ...}, or Unequal
+
+Seconds are those of training alone: start-up and evaluation are in none of them. The first epoch of every run warms up
+(memory, caches, threads) and counts for accuracy, not for time.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PARTS = ("compute", "exchange", "wait", "update")
+
+MEASURED = ("train_s", "samples_per_s", "train_loss", "test_accuracy")
+
+HELD = (
+    "kind",
+    "dataset",
+    "model",
+    "train_size",
+    "test_size",
+    "batch_size",
+    "steps",
+    "epochs",
+    "optimizer",
+    "lr",
+    "dtype",
+    "device",
+    "nodes",
+    "seeds",
+    "commit",
+)
+"""What runs that are compared must have in common, besides machine and versions, which one folder has in common."""
+
+
+class ExperimentMissing(ValueError):
+    """There is no folder with results of that experiment. One line."""
+
+
+class Unequal(ValueError):
+    """Runs that differ in what must be equal are not compared. One line names the setting and its values."""
+
+
+@dataclass(frozen=True)
+class EpochFigures:
+    """One epoch of one run."""
+
+    epoch: int
+    train_s: float
+    samples_per_s: float
+    train_loss: float
+    test_accuracy: float
+    parts_s: dict[str, float | None]  # mean over the workers; None where a program cannot tell it apart
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of an experiment."""
+
+    run_id: str
+    strategy: str
+    n: int
+    workers: int
+    threads: int
+    seed: int
+    settings: dict[str, str]  # the other columns of runs.csv that an epoch does not change
+    epochs: list[EpochFigures] = field(default_factory=list)
+
+    def setting(self, name: str) -> Any:
+        """A column of runs.csv that is the same in every epoch, by its name; `processors` and `epochs` too."""
+        if name == "processors":
+            return self.workers * self.threads
+        if name == "epochs":
+            return len(self.epochs)
+        return self.settings[name] if name in self.settings else getattr(self, name)
+
+    @property
+    def epoch_s(self) -> float:
+        """Median seconds of an epoch, the first one left out."""
+        return statistics.median(epoch.train_s for epoch in self.warm_epochs)
+
+    def part_s(self, part: str) -> float | None:
+        """Median over the same epochs of what one part of them took; None where it cannot be told apart."""
+        times = [seconds for epoch in self.warm_epochs if (seconds := epoch.parts_s[part]) is not None]
+        return statistics.median(times) if times else None
+
+    @property
+    def warm_epochs(self) -> list[EpochFigures]:
+        """All but the first; a single one is kept."""
+        return self.epochs[1:] or self.epochs
+
+
+def newest(experiment: str, results_dir: str | Path = "results") -> Path:
+    """The folder of the last complete run of an experiment. Raises ExperimentMissing."""
+    folders = sorted((Path(results_dir) / experiment).glob("*/manifest.json"))
+    complete = [each.parent for each in folders if json.loads(each.read_text()).get("status") == "completed"]
+    if not complete:
+        raise ExperimentMissing(
+            f"{Path(results_dir) / experiment}: no complete results there; "
+            f"make them with: python -m torch_parallel experiment {experiment}"
+        )
+    return max(complete, key=lambda folder: str(manifest(folder)["started"]))
+
+
+def manifest(folder: str | Path) -> dict[str, Any]:
+    """Command, commit, machine, versions and grid of an experiment."""
+    content: dict[str, Any] = json.loads((Path(folder) / "manifest.json").read_text())
+    return content
+
+
+def read_runs(folder: str | Path) -> list[Run]:
+    """All runs of an experiment, in the order in which they were made."""
+    with open(Path(folder) / "runs.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    by_run: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        by_run.setdefault(row["run_id"], []).append(row)
+    return [_run(run_id, of_run) for run_id, of_run in by_run.items()]
+
+
+def _run(run_id: str, rows: list[dict[str, str]]) -> Run:
+    first = rows[0]
+    settings = {name: value for name, value in first.items() if name not in ("run_id", "strategy", "n", "seed")}
+    run = Run(
+        run_id,
+        first["strategy"],
+        int(first["n"]),
+        int(first["workers"]),
+        int(first["threads"]),
+        int(first["seed"]),
+        settings,
+    )
+    for epoch in dict.fromkeys(row["epoch"] for row in rows):
+        workers = [row for row in rows if row["epoch"] == epoch and row["role"] == "worker"]
+        parts = {part: _mean([row[f"{part}_s"] for row in workers]) for part in PARTS}
+        figures = {name: float(workers[0][name]) for name in MEASURED}
+        run.epochs.append(EpochFigures(epoch=int(epoch), parts_s=parts, **figures))
+    return run
+
+
+def _mean(values: list[str]) -> float | None:
+    return None if "" in values else statistics.mean(map(float, values))
+
+
+def select(runs: list[Run], **wanted: Any) -> list[Run]:
+    """Those whose settings are the wanted ones: `model="cnn"`, `n=2`, `strategy=("ddp", "ring_all_reduce")`."""
+
+    def fits(run: Run) -> bool:
+        for name, value in wanted.items():
+            allowed = value if isinstance(value, tuple) else (value,)
+            if str(run.setting(name)) not in map(str, allowed):
+                return False
+        return True
+
+    return [run for run in runs if fits(run)]
+
+
+def by_label(runs: list[Run]) -> dict[str, list[Run]]:
+    """Runs that differ in nothing but the seed, under one label."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(label(run), []).append(run)
+    return groups
+
+
+def label(run: Run) -> str:
+    """The strategy, and how many processes train: "ring_all_reduce, 2 workers"."""
+    if run.workers == 1 and run.strategy != "data_parallel":
+        return "one process"
+    if run.strategy == "data_parallel" and run.setting("device") == "cpu":
+        return f"data_parallel, plain module, {run.threads} threads"
+    count = run.n if run.strategy == "data_parallel" else run.workers
+    noun = "GPU" if run.strategy == "data_parallel" else "worker"
+    return f"{run.strategy}, {count} {noun}{'s' if count > 1 else ''}"
+
+
+def held_equal(runs: list[Run], but: tuple[str, ...] = (), same: tuple[str, ...] = ("processors",)) -> dict[str, str]:
+    """What all runs have in common, by the names of HELD and `same`. `but` names what a comparison is about.
+
+    `processors` are those in use, workers times threads; `threads` are those of one worker. Raises Unequal.
+    """
+    common: dict[str, str] = {}
+    for name in (*HELD, *same):
+        if name in but:
+            continue
+        seen = {key: _setting(of_label, name) for key, of_label in by_label(runs).items()}
+        values = set(seen.values())
+        if len(values) > 1:
+            told = "; ".join(f"{key}: {value}" for key, value in seen.items())
+            raise Unequal(f"these runs cannot be compared, for they differ in {name} ({told})")
+        common[name] = values.pop()
+    return common
+
+
+def _setting(runs: list[Run], name: str) -> str:
+    """The value that runs of one label share, or all their values."""
+    if name == "seeds":
+        return ", ".join(sorted({str(run.seed) for run in runs}, key=int))
+    return ", ".join(sorted({str(run.setting(name)) for run in runs}))
+
+
+def spread(values: list[float]) -> tuple[float, float, float]:
+    """Median, least and largest."""
+    return statistics.median(values), min(values), max(values)

@@ -1,0 +1,299 @@
+"""Comparisons that can be believed: grids of training runs, each run in fresh processes, in alternating order.
+
+    python -m torch_parallel experiment                       what there is
+    python -m torch_parallel experiment ring_all_reduce       the whole grid, into results/ring_all_reduce/
+    python -m torch_parallel experiment scaling --quick       a small one, to see that it works
+
+Every cell of a grid is a command that a reader can type. It runs once for each seed: each seed is a repeat, the same
+for all cells, and every other repeat takes the cells in the reverse order. A grid that was stopped goes on where it
+was, if code, machine and versions are still the same; runs.csv holds complete runs only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch_parallel.analysis.runs import by_label, held_equal, manifest, read_runs, spread
+from torch_parallel.results import COLUMNS, RunFolder, environment
+from torch_parallel.training.config import OneLineParser
+
+RUN_LIMIT_S = 3600.0
+"""No run of a grid takes longer: one that does is stuck."""
+
+
+class ExperimentError(RuntimeError):
+    """A run of a grid failed. One line: which, why, and how to go on."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One command of a grid, without its seed."""
+
+    program: str
+    flags: tuple[tuple[str, Any], ...]
+    threads: int | None = None  # OMP_NUM_THREADS, where the usual share of the processors is not meant
+
+    def command(self, seed: int) -> str:
+        """As a reader would type it."""
+        words = ["python", self.program]
+        for name, value in (*self.flags, ("seed", seed)):
+            words += [f"--{name}", str(value)]
+        return (f"OMP_NUM_THREADS={self.threads} " if self.threads else "") + shlex.join(words)
+
+    def with_flags(self, **flags: Any) -> Cell:
+        """The same program, strategy and number of processes with other flags."""
+        kept = {name: value for name, value in self.flags if name in ("strategy", "n_gpus")}
+        return replace(self, flags=tuple({**kept, **flags}.items()))
+
+
+def train_py(strategy: str, n: int, threads: int | None = None, **flags: Any) -> Cell:
+    """A run of train.py."""
+    return Cell("train.py", (("strategy", strategy), ("n_gpus", n), *flags.items()), threads)
+
+
+def control(program: str, n: int, **flags: Any) -> Cell:
+    """A run of one of the two built-in scripts."""
+    return Cell(program, (("n_gpus", n), *flags.items()))
+
+
+DDP, DATA_PARALLEL = "ring_all_reduce_builtin.py", "param_server_builtin.py"
+SEEDS = (0, 1, 2)
+CNN: dict[str, Any] = {"model": "cnn", "dataset": "mnist"}
+MOBILENET: dict[str, Any] = {"model": "mobilenet_v2", "dataset": "mnist", "optimizer": "adamw", "test_size": 500}
+"""AdamW, since SGD needs more steps than a thousand images give; 500 test images, since testing all of them would take
+longer than training."""
+
+
+def _param_server() -> list[Cell]:
+    return [
+        cell
+        for flags in (CNN | {"epochs": 4}, MOBILENET | {"train_size": 1000, "epochs": 4})
+        for cell in (train_py("param_server", 3, **flags), control(DATA_PARALLEL, 2, **flags))
+    ]
+
+
+def _ring() -> list[Cell]:
+    return [
+        cell
+        for flags in (CNN | {"epochs": 4}, MOBILENET | {"train_size": 1000, "epochs": 3})
+        for cell in (train_py("ring_all_reduce", 2, **flags), control(DDP, 2, **flags))
+    ]
+
+
+def _scaling() -> list[Cell]:
+    cells = []
+    for size in (1_000, 10_000, 60_000):
+        flags = CNN | {"train_size": size, "epochs": 2 if size == 60_000 else 3}
+        cells += [train_py("ring_all_reduce", n, threads=1, **flags) for n in (1, 2, 4)]
+        cells += [train_py("param_server", n, threads=1, **flags) for n in (3, 5)]
+        cells += [*(control(DDP, n, **flags) for n in (2, 4)), control(DATA_PARALLEL, 2, **flags)]
+    for size in (250, 1_000):
+        flags = MOBILENET | {"train_size": size, "epochs": 2}
+        cells += [train_py("ring_all_reduce", n, threads=1, **flags) for n in (1, 2)]
+        cells += [train_py("param_server", 3, threads=1, **flags), control(DDP, 2, **flags)]
+    return cells
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A named grid: what it is for, its cells, and what tells its comparisons apart."""
+
+    what: str
+    cells: list[Cell]
+    apart: tuple[str, ...] = ("model",)
+    """Columns whose values are not compared with each other: each model is a comparison of its own."""
+    same: tuple[str, ...] = ("processors",)
+    """What runs of one comparison have in common besides HELD."""
+
+    def quick(self) -> Experiment:
+        """The same strategies and numbers of processes, on the digits."""
+        small = {"dataset": "digits", "train_size": 200, "epochs": 2, "model": "cnn"}
+        cells = dict.fromkeys(cell.with_flags(**small) for cell in self.cells)
+        return replace(self, cells=list(cells))
+
+
+EXPERIMENTS = {
+    "param_server": Experiment(
+        "the parameter server from scratch beside torch.nn.DataParallel: accuracy", _param_server()
+    ),
+    "ring_all_reduce": Experiment(
+        "the ring from scratch beside DistributedDataParallel: an epoch and its parts", _ring()
+    ),
+    "scaling": Experiment(
+        "all of them, with more data and more workers", _scaling(), apart=("model", "train_size"), same=()
+    ),
+}
+
+
+class Grid:
+    """An experiment on its way: its folder, and which of its runs are done."""
+
+    def __init__(self, name: str, experiment: Experiment, seeds: tuple[int, ...], results_dir: str) -> None:
+        self.name, self.experiment, self.seeds = name, experiment, seeds
+        commands = [cell.command(seed) for cell, seed in self.runs()]
+        here = environment()
+        self.must_match = {
+            "grid": commands,
+            **{key: here[key] for key in ("commit", "machine", "cards", "versions")},
+        }
+        place = Path(results_dir).expanduser() / name
+        unfinished = [folder for folder in sorted(place.glob("*")) if self._goes_on_in(folder)]
+        if unfinished:
+            self.folder = RunFolder.reopened(unfinished[-1])
+        else:
+            self.folder = RunFolder(str(place), machine_name(here), with_time=False)
+        self.here = here
+        self.table = self.folder.path / "runs.csv"
+        self.done = set(self._commands_done())
+
+    def _goes_on_in(self, folder: Path) -> bool:
+        try:
+            before = manifest(folder)
+        except (OSError, ValueError):
+            return False
+        return before.get("status") != "completed" and all(
+            before.get(key) == value for key, value in self.must_match.items()
+        )
+
+    def _commands_done(self) -> Iterator[str]:
+        if self.table.exists():
+            with open(self.table, newline="") as file:
+                yield from (row["command"] for row in csv.DictReader(file))
+
+    def runs(self) -> Iterator[tuple[Cell, int]]:
+        """Every cell once for each seed; every other time in the reverse order."""
+        for repeat, seed in enumerate(self.seeds):
+            cells = self.experiment.cells
+            yield from ((cell, seed) for cell in (reversed(cells) if repeat % 2 else cells))
+
+    def run(self) -> None:
+        """Runs what is left."""
+        left = [(cell, seed) for cell, seed in self.runs() if cell.command(seed) not in self.done]
+        total = len(self.must_match["grid"])
+        print(f"{self.name}: {total} runs, {total - len(left)} done before; results in {self.folder.path}", flush=True)
+        with self.folder.running(**(self.here | self.must_match), seeds=list(self.seeds)):
+            for number, (cell, seed) in enumerate(left, start=total - len(left) + 1):
+                start_s = time.perf_counter()
+                print(f"{number}/{total}  {cell.command(seed)}", end="", flush=True)
+                self._run_one(cell, seed)
+                print(f"  {time.perf_counter() - start_s:.0f} s", flush=True)
+
+    def _run_one(self, cell: Cell, seed: int) -> None:
+        """One command in fresh processes; its rows are added when it has ended well, all of them or none."""
+        place = self.folder.path / "runs" / f"{time.time_ns()}"
+        words = shlex.split(cell.command(seed).split("python ", 1)[1])
+        settings = {"OMP_NUM_THREADS": str(cell.threads)} if cell.threads else {}
+        with _ended_with_us(
+            [sys.executable, *words, "--results_dir", str(place)], {**os.environ, **settings}
+        ) as process:
+            try:
+                output, errors = process.communicate(timeout=RUN_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                raise ExperimentError(f"{cell.command(seed)}: not done after {RUN_LIMIT_S:.0f} s") from None
+        if process.returncode:
+            said = (errors or output).strip().splitlines() or ["it said nothing"]
+            raise ExperimentError(
+                f"{cell.command(seed)}: exit code {process.returncode}: {said[-1]}; "
+                "the runs before it are kept: the same command goes on"
+            )
+        (table,) = place.glob("*/runs.csv")
+        with open(table, newline="") as file:
+            rows = [{**row, "experiment": self.name, "command": cell.command(seed)} for row in csv.DictReader(file)]
+        self._add(rows)
+        shutil.rmtree(place)
+
+    def _add(self, rows: list[dict[str, str]]) -> None:
+        before = self.table.read_text() if self.table.exists() else ",".join(COLUMNS) + "\n"
+        temporary = self.table.with_suffix(".tmp")
+        with open(temporary, "w", newline="") as file:
+            file.write(before)
+            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerows(rows)
+        os.replace(temporary, self.table)
+
+
+@contextlib.contextmanager
+def _ended_with_us(command: list[str], variables: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A program in a process group of its own, which is ended if the block is left early."""
+    process = subprocess.Popen(
+        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=_root()
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _root() -> Path:
+    """Where train.py and the built-in scripts are."""
+    return Path(__file__).parents[1]
+
+
+def machine_name(here: dict[str, Any]) -> str:
+    """Short, for the name of a folder: the cards, or how many processors of which kind."""
+    if here["cards"]:
+        words = f"{len(here['cards'])}x {here['cards'][0]}"
+    else:
+        words = f"{here['machine']['processors']}x {here['machine']['processor']}"
+    words = re.sub(r"(?i)nvidia|processor|\(r\)|\(tm\)|cpu|@.*", " ", words)
+    return "_".join(re.findall(r"[\w.]+", words)[:4]).lower()
+
+
+def summary(experiment: Experiment, folder: Path) -> str:
+    """What was held equal in each comparison, and seconds of an epoch with their spread. Raises Unequal."""
+    lines = []
+    groups: dict[tuple[str, ...], list[Any]] = {}
+    for run in read_runs(folder):
+        groups.setdefault(tuple(str(run.setting(name)) for name in experiment.apart), []).append(run)
+    for key, runs in groups.items():
+        held = held_equal(runs, same=experiment.same)
+        lines.append(", ".join(f"{name} {value}" for name, value in zip(experiment.apart, key, strict=True)))
+        lines.append(f"  held equal: {', '.join(f'{name} {value}' for name, value in held.items())}")
+        for label, of_label in by_label(runs).items():
+            median, least, largest = spread([run.epoch_s for run in of_label])
+            accuracy, *_ = spread([100 * run.epochs[-1].test_accuracy for run in of_label])
+            lines.append(
+                f"  {label:34}{median:8.2f} s an epoch ({least:.2f}-{largest:.2f}), "
+                f"test accuracy {accuracy:.2f} %, {len(of_label)} runs"
+            )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> None:
+    """`python -m torch_parallel experiment NAME`"""
+    parser = OneLineParser(prog="python -m torch_parallel experiment", description=__doc__, allow_abbrev=False)
+    parser.add_argument("name", nargs="?", choices=tuple(EXPERIMENTS), help="which; none lists them")
+    parser.add_argument("--quick", action="store_true", help="the same programs on little data, one seed")
+    parser.add_argument("--results_dir", help="folder for the results (default: results; with --quick results/runs)")
+    options = parser.parse_args(arguments)
+    if options.name is None:
+        for name, each in EXPERIMENTS.items():
+            print(f"{name:18}{each.what}; {len(each.cells)} cells, seeds {', '.join(map(str, SEEDS))}")
+        return
+    experiment = EXPERIMENTS[options.name].quick() if options.quick else EXPERIMENTS[options.name]
+    results_dir = options.results_dir or ("results/runs/quick" if options.quick else "results")
+    grid = Grid(options.name, experiment, SEEDS[:1] if options.quick else SEEDS, results_dir)
+    try:
+        grid.run()
+    except ExperimentError as error:
+        sys.exit(f"experiment {options.name}: {error}")
+    print(summary(experiment, grid.folder.path))
+    if len(grid.seeds) < 3:
+        print("one repeat only: nothing here is to be compared")
