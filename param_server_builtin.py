@@ -16,12 +16,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from torch_parallel.results import ResultsError, RunFolder, environment
-from torch_parallel.training.config import ConfigError, RunConfig, command_line_parser
+from torch_parallel.training.config import CONTROL_FLAGS, ConfigError, RunConfig, command_line_parser
 from torch_parallel.training.evaluate import count_correct
 from torch_parallel.workloads import DataError, Dataset, build_model, load_dataset
 
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-NOT_HERE = ("resume", "clip_norm", "checkpoint_every", "check_replicas", "warmup_steps")
 
 
 def train(config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
@@ -64,24 +63,10 @@ def train(config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
             f"compute and exchange {train_s - update_s:.2f} s  update {update_s:.2f} s",
             flush=True,
         )
-        names = ("model", "train_size", "test_size", "batch_size", "seed", "device", "dtype", "optimizer")
-        row = {name: getattr(config, name) for name in names}
-        row |= {"strategy": "data_parallel", "kind": "measured", "n": config.n_gpus, "workers": 1}
-        row |= {
-            "nodes": 1,
-            "rank": 0,
-            "role": "worker",
-            "dataset": dataset.name,
-            "lr": config.learning_rate,
-            "epoch": epoch,
-        }
-        row |= {
-            "epoch": epoch,
-            "threads": torch.get_num_threads(),
-            "steps": -(-count // config.batch_size),
-            "train_s": train_s,
-        }
-        row |= {"train_loss": float(loss_sum) / count, "test_loss": test_loss / tested, "samples_per_s": rate}
+        row = config.columns(dataset.name) | {"strategy": "data_parallel", "workers": 1, "rank": 0, "role": "worker"}
+        row |= {"threads": torch.get_num_threads(), "epoch": epoch}
+        row |= {"steps": -(-count // config.batch_size), "train_s": train_s, "samples_per_s": rate}
+        row |= {"train_loss": float(loss_sum) / count, "test_loss": test_loss / tested}
         row |= {"test_accuracy": correct / tested, "compute_s": train_s - update_s, "update_s": update_s}
         folder.append_rows([row])
     torch.save({name: value.cpu() for name, value in bare.state_dict().items()}, folder.path / "weights.pt")
@@ -89,8 +74,7 @@ def train(config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
 
 def main() -> None:
     config = RunConfig(**vars(command_line_parser(__doc__ or "").parse_args()))
-    if any(getattr(config, name) for name in NOT_HERE) or config.accumulate > 1 or config.lr_schedule != "constant":
-        raise ConfigError(f"this control has none of --{', --'.join(NOT_HERE)}, --accumulate, --lr_schedule")
+    config.refuse_all_but(CONTROL_FLAGS, "DataParallel's control")
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     device = "cuda" if config.device == "cuda" or gpus else "cpu"
     n = config.n_gpus or max(gpus, 2)

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_parallel.results import ResultsError, RunFolder, environment
-from torch_parallel.training.config import ConfigError, RunConfig, command_line_parser
+from torch_parallel.training.config import CONTROL_FLAGS, ConfigError, RunConfig, command_line_parser
 from torch_parallel.training.evaluate import count_correct
 from torch_parallel.workloads import DataError, Dataset, build_model, load_dataset
 
@@ -41,14 +41,16 @@ def train_rank(rank: int, world_size: int, port: int, config: RunConfig, dataset
     torch.manual_seed(config.seed)
     bare = build_model(config.model, dataset.image_shape, dataset.class_count).to(device, dtype)
     model = DistributedDataParallel(bare, device_ids=[rank] if on_gpu else None, **DDP_SETTINGS)
-    optimizer = make_optimizer(bare, config)
+    options = {"momentum": config.momentum} if config.optimizer == "sgd" else {}
+    optimizer = OPTIMIZERS[config.optimizer](
+        bare.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True, **options
+    )
     torch.manual_seed(config.seed + 1 + rank)  # dropout draws differ between the ranks
     count = len(dataset.train_targets)
     for epoch in range(1, config.epochs_on(dataset.name) + 1):
         generator = torch.Generator().manual_seed((config.seed * 1_000_003 + epoch) % 2**63)
         order = torch.randperm(count, generator=generator)
-        loss_sum, update_s, start_s, first_s = 0.0, 0.0, time.perf_counter(), 0.0
-        exchange_s = []
+        loss_sum, update_s, exchange_s, warm_up, start_s = 0.0, 0.0, [], (0.0, 0), time.perf_counter()
         for step, batch in enumerate(order.split(config.batch_size), start=1):
             mine = batch.tensor_split(world_size)[rank]
             inputs = dataset.normalize(dataset.train_inputs[mine].to(device), dtype)
@@ -59,8 +61,8 @@ def train_rank(rank: int, world_size: int, port: int, config: RunConfig, dataset
             optimizer.step()
             update_s += time.perf_counter() - update_start_s
             loss_sum += loss.detach()
-            if epoch == 1 and not first_s:
-                first_s = time.perf_counter() - start_s
+            if epoch == step == 1 and count > len(batch):
+                warm_up = (time.perf_counter() - start_s, len(batch))
             if step % TIMED_EVERY == 0:
                 exchange_s.append(exposed_exchange_s(model))
         if on_gpu:
@@ -75,15 +77,15 @@ def train_rank(rank: int, world_size: int, port: int, config: RunConfig, dataset
         sums = torch.tensor([float(loss_sum), *tested], dtype=torch.float64, device=device)
         dist.all_reduce(sums)
         if rank == 0:
-            warm_up = config.batch_size if first_s and count > config.batch_size else 0
-            rate = (count - warm_up) / (train_s - (first_s if warm_up else 0.0))
-            losses = {"train_loss": sums[0].item() / count, "test_loss": sums[1].item() / sums[3].item()}
-            losses["test_accuracy"] = sums[2].item() / sums[3].item()
-            steps = -(-count // config.batch_size)
-            exchanged_s = steps * statistics.median(exchange_s) if exchange_s else None
-            record(folder, config, dataset, epoch, losses, train_s, rate, update_s, exchanged_s)
+            train_loss, test_loss, correct, test_count = sums.tolist()
+            row = {"epoch": epoch, "steps": -(-count // config.batch_size), "train_s": train_s, "update_s": update_s}
+            row |= {"samples_per_s": (count - warm_up[1]) / (train_s - warm_up[0]), "train_loss": train_loss / count}
+            row |= {"test_loss": test_loss / test_count, "test_accuracy": correct / test_count}
+            row["exchange_s"] = row["steps"] * statistics.median(exchange_s) if exchange_s else ""
+            row["compute_s"] = train_s - update_s - (row["exchange_s"] or 0.0)
+            record(row, config, dataset, folder)
     if rank == 0:
-        torch.save(bare.state_dict(), folder.path / "weights.pt")
+        torch.save({name: value.cpu() for name, value in bare.state_dict().items()}, folder.path / "weights.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -94,52 +96,22 @@ def exposed_exchange_s(model: DistributedDataParallel) -> float:
     return (timed.get("backward_comm_time", 0) - timed.get("backward_compute_comm_overlap_time", 0)) / 1e9
 
 
-def make_optimizer(model: torch.nn.Module, config: RunConfig) -> torch.optim.Optimizer:
-    options = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "fused": True}
-    if config.optimizer == "sgd":
-        options["momentum"] = config.momentum
-    return OPTIMIZERS[config.optimizer](model.parameters(), **options)
-
-
 def threads(world_size: int) -> int:
     asked = os.environ.get("OMP_NUM_THREADS", "")
     return int(asked) if asked.isdigit() and int(asked) else max(1, len(os.sched_getaffinity(0)) // world_size)
 
 
-def record(
-    folder: RunFolder,
-    config: RunConfig,
-    dataset: Dataset,
-    epoch: int,
-    losses: dict[str, float],
-    train_s: float,
-    samples_per_s: float,
-    update_s: float,
-    exchange_s: float | None,
-) -> None:
+def record(row: dict, config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
     """A line on the screen and a row of runs.csv. DDP exchanges during backward, and itself times it now and then."""
-    compute_s = train_s - update_s - (exchange_s or 0.0)
-    parts = "compute and exchange" if exchange_s is None else f"exchange and wait {exchange_s:.2f} s  compute"
+    parts = f"exchange and wait {row['exchange_s']:.2f} s  compute" if row["exchange_s"] else "compute and exchange"
     print(
-        f"epoch {epoch}/{config.epochs_on(dataset.name)}  train loss {losses['train_loss']:.4f}  "
-        f"test accuracy {100 * losses['test_accuracy']:.2f} %  {samples_per_s:,.0f} samples/s  "
-        f"{parts} {compute_s:.2f} s  update {update_s:.2f} s",
+        f"epoch {row['epoch']}/{config.epochs_on(dataset.name)}  train loss {row['train_loss']:.4f}  "
+        f"test accuracy {100 * row['test_accuracy']:.2f} %  {row['samples_per_s']:,.0f} samples/s  "
+        f"{parts} {row['compute_s']:.2f} s  update {row['update_s']:.2f} s",
         flush=True,
     )
-    names = ("model", "train_size", "test_size", "batch_size", "seed", "device", "dtype", "optimizer")
-    row = {name: getattr(config, name) for name in names} | {"lr": config.learning_rate, "dataset": dataset.name}
-    row |= {
-        "strategy": "ddp",
-        "kind": "measured",
-        "n": config.n_gpus,
-        "workers": config.n_gpus,
-        "nodes": 1,
-        "threads": threads(config.n_gpus or 1),
-        "epoch": epoch,
-    }
-    row |= {"steps": -(-len(dataset.train_targets) // config.batch_size), "train_s": train_s, **losses}
-    row |= {"samples_per_s": samples_per_s, "rank": 0, "role": "worker", "update_s": update_s}
-    folder.append_rows([{**row, "compute_s": compute_s, "exchange_s": "" if exchange_s is None else exchange_s}])
+    same = config.columns(dataset.name) | {"strategy": "ddp", "workers": config.n_gpus, "rank": 0, "role": "worker"}
+    folder.append_rows([{**same, "threads": threads(config.n_gpus or 1), **row}])
 
 
 def main() -> None:
@@ -148,32 +120,27 @@ def main() -> None:
     options = vars(parser.parse_args())
     port = options.pop("port")
     config = RunConfig(**options)
+    config.refuse_all_but(CONTROL_FLAGS, "DistributedDataParallel's control")
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
-    on_gpu = config.device == "cuda" or (config.device == "auto" and gpus > 0)
-    world_size = config.n_gpus or max(gpus, 2)
-    if on_gpu and world_size > gpus:
-        raise ConfigError(f"--n_gpus {world_size}: this machine has {gpus} GPUs; ask for fewer, or take --device cpu")
+    device = "cuda" if config.device == "cuda" or gpus else "cpu"
+    n = config.n_gpus or max(gpus, 2)
+    if device == "cuda" and n > gpus:
+        raise ConfigError(f"--n_gpus {n}: this machine has {gpus} GPUs; ask for fewer, or take --device cpu")
     dataset, line = load_dataset(config.dataset, config.data_dir, config.train_size, config.seed, config.test_size)
-    device = "cuda" if on_gpu else "cpu"
-    count = len(dataset.train_targets)
-    config = dataclasses.replace(
-        config, n_gpus=world_size, device=device, train_size=count, test_size=len(dataset.test_targets)
-    )
-    unsupported = ("resume", "clip_norm", "checkpoint_every", "check_replicas")
-    if any(getattr(config, name) for name in unsupported) or config.accumulate > 1 or config.lr_schedule != "constant":
-        raise ConfigError(f"this control has none of --{', --'.join(unsupported)}, --accumulate, --lr_schedule")
+    sizes = {"train_size": len(dataset.train_targets), "test_size": len(dataset.test_targets)}
+    config = dataclasses.replace(config, n_gpus=n, device=device, **sizes)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     except (RuntimeError, dist.DistNetworkError):
         raise ConfigError(f"--port {port}: it is in use; take another, or leave --port out for any free one") from None
-    folder = RunFolder(config.results_dir, f"ddp_{config.model}_{dataset.name}_n{world_size}")
+    folder = RunFolder(config.results_dir, f"ddp_{config.model}_{dataset.name}_n{n}")
     print(
-        f"{line}\nDistributedDataParallel on {device}, {world_size} processes, {config.model}, batch of "
-        f"{config.batch_size} over all; {DDP_SETTINGS}, fused {config.optimizer}",
+        f"{line}\nDistributedDataParallel on {device}, {n} processes, {config.model}, batch of {config.batch_size} "
+        f"over all; {DDP_SETTINGS}, fused {config.optimizer}",
         flush=True,
     )
     with folder.running(**environment(), config=dataclasses.asdict(config), strategy="ddp", settings=DDP_SETTINGS):
-        mp.spawn(train_rank, (world_size, store.port, config, dataset, folder), nprocs=world_size)
+        mp.spawn(train_rank, (n, store.port, config, dataset, folder), nprocs=n)
     print(f"results in {folder.path}")
 
 

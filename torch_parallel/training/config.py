@@ -20,6 +20,12 @@ DTYPES = ("float32", "float64")
 DEFAULT_EPOCHS = {"digits": 10}
 DEVICES = ("auto", "cpu", "cuda")
 
+CONTROL_FLAGS = (
+    *("n_gpus", "device", "dtype", "model", "dataset", "data_dir", "train_size", "test_size", "batch_size", "epochs"),
+    *("seed", "optimizer", "lr", "momentum", "weight_decay", "results_dir"),
+)
+"""The flags of the two built-in scripts, which are controls: what to train on what, and not how."""
+
 
 class ConfigError(ValueError):
     """A run that cannot be: one line that names the flag, the value, and what would do."""
@@ -110,6 +116,19 @@ class RunConfig:
     def epochs_on(self, dataset: str) -> int:
         """`epochs`, or the default for the data set of that name."""
         return DEFAULT_EPOCHS.get(dataset, 3) if self.epochs is None else self.epochs
+
+    def columns(self, dataset: str, model: str | None = None) -> dict[str, Any]:
+        """What every row of runs.csv says of the run, by the names of `results.COLUMNS`."""
+        names = ("train_size", "test_size", "batch_size", "seed", "device", "dtype", "optimizer")
+        same = {name: getattr(self, name) for name in names}
+        same |= {"kind": "measured", "nodes": 1, "n": self.n_gpus, "lr": self.learning_rate}
+        return same | {"model": model or self.model, "dataset": dataset}
+
+    def refuse_all_but(self, known: Sequence[str], who: str) -> None:
+        """Raises ConfigError for a flag that is not among `known` and has not its default."""
+        for each in fields(self):
+            if each.name not in known and getattr(self, each.name) != each.default:
+                raise ConfigError(f"--{each.name} {getattr(self, each.name)}: {who} has no such option; leave it out")
 
     @property
     def learning_rate(self) -> float:

@@ -111,23 +111,11 @@ class Display:
     def _rows(self, epoch: Epoch) -> list[dict[str, Any]]:
         config = self.config
         common = {
-            "experiment": "",
-            "kind": "measured",
+            **config.columns(self.dataset.name, self.model_name),
             "strategy": config.strategy,
             "options": json.dumps({"bucket_mb": config.bucket_mb}),
-            "model": self.model_name,
-            "dataset": self.dataset.name,
-            "train_size": config.train_size,
-            "test_size": config.test_size,
-            "n": config.n_gpus,
             "workers": self.processes - self.servers,
-            "nodes": 1,
-            "batch_size": config.batch_size,
-            "seed": config.seed,
             "device": self.device,
-            "dtype": config.dtype,
-            "optimizer": config.optimizer,
-            "lr": config.learning_rate,
             "threads": self.threads,
             **{key: value for key, value in asdict(epoch).items() if key != "ranks"},
         }

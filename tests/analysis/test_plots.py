@@ -1,0 +1,80 @@
+"""Every number and figure of the README and of media/ comes from results/: they are made anew and compared."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy
+import pytest
+from PIL import Image
+
+from torch_parallel import plots
+from torch_parallel.analysis import plots as drawing
+from torch_parallel.analysis.runs import Unequal, newest
+from torch_parallel.analysis.tables import TABLES, with_tables
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "results"
+
+
+@pytest.fixture(scope="module")
+def redrawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    media = tmp_path_factory.mktemp("media")
+    plots.draw_all(RESULTS, media)
+    return media
+
+
+def test_media_holds_what_is_drawn_and_nothing_else(redrawn: Path) -> None:
+    assert {file.name for file in (ROOT / "media").iterdir()} == {file.name for file in redrawn.iterdir()}
+    assert {"param_server.png", "ring_all_reduce.png", "scaling.png"} <= {file.name for file in redrawn.iterdir()}
+
+
+def pixels(path: Path) -> numpy.ndarray:
+    with Image.open(path) as image:
+        return numpy.asarray(image.convert("RGB"), dtype=numpy.int16)
+
+
+@pytest.mark.parametrize("name", sorted(plots.FIGURES))
+def test_the_figures_are_those_of_the_results(redrawn: Path, name: str) -> None:
+    committed, drawn = pixels(ROOT / "media" / name), pixels(redrawn / name)
+    assert committed.shape == drawn.shape
+    # the fonts of another version of matplotlib move letters by a pixel; a bar of another length is more than that
+    assert numpy.abs(committed - drawn).mean() < 2
+
+
+def test_the_animated_ring_has_a_round_for_each_of_the_schedule(redrawn: Path) -> None:
+    with Image.open(ROOT / "media" / "ring_all_reduce.gif") as committed, Image.open(redrawn / committed.filename) as _:
+        assert committed.is_animated and committed.n_frames > 6 * 10  # 2(P-1) rounds of four ranks
+
+
+def test_the_tables_of_the_readme_are_those_of_the_results() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert with_tables(readme, RESULTS) == readme
+    assert all(f"<!-- {name} -->" in readme for name in TABLES)
+
+
+def test_a_changed_figure_shows_in_the_table(tmp_path: Path) -> None:
+    """The tests above would be of no use if tables and figures did not follow the results."""
+    results = tmp_path / "results"
+    shutil.copytree(RESULTS, results, ignore=shutil.ignore_patterns("runs"))
+    table = newest("ring_all_reduce", results) / "runs.csv"
+    before = TABLES["experiments"](results)
+    lines = table.read_text().splitlines()
+    column = lines[0].split(",").index("optimizer")
+    assert "sgd" in lines[1]
+    table.write_text("\n".join([lines[0], *(line.replace(",sgd,", ",adam,", 1) for line in lines[1:2]), *lines[2:]]))
+    with pytest.raises(Unequal, match="differ in optimizer"):
+        TABLES["experiments"](results)
+    assert before and column
+
+
+def test_figures_of_unlike_runs_are_not_drawn(tmp_path: Path) -> None:
+    folder = newest("ring_all_reduce", RESULTS)
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("runs"))
+    text = (copy / "runs.csv").read_text()
+    first, *others = text.splitlines()
+    (copy / "runs.csv").write_text("\n".join([first, others[0].replace(",64,", ",65,", 1), *others[1:]]))
+    with pytest.raises(Unequal):
+        drawing.epoch_parts(copy)

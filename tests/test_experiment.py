@@ -1,0 +1,135 @@
+"""Grids of runs: their order, what they write, and that a grid that was stopped goes on."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torch_parallel import experiment
+from torch_parallel.analysis.runs import by_label, read_runs
+from torch_parallel.experiment import EXPERIMENTS, SEEDS, Cell, Experiment, Grid, control, train_py
+from torch_parallel.results import COLUMNS
+
+ROOT = Path(__file__).parents[1]
+TWO = Experiment("two cells", [train_py("ring_all_reduce", 2, epochs=1), control("ring_all_reduce_builtin.py", 2)])
+
+
+def commands(grid: Grid) -> list[str]:
+    return [cell.command(seed) for cell, seed in grid.runs()]
+
+
+def test_every_other_repeat_takes_the_cells_in_the_reverse_order(tmp_path: Path) -> None:
+    ours, theirs = (
+        "python train.py --strategy ring_all_reduce --n_gpus 2 --epochs 1",
+        "python ring_all_reduce_builtin.py",
+    )
+    assert commands(Grid("two", TWO, (0, 1, 2), str(tmp_path))) == [
+        f"{ours} --seed 0",
+        f"{theirs} --n_gpus 2 --seed 0",
+        f"{theirs} --n_gpus 2 --seed 1",
+        f"{ours} --seed 1",
+        f"{ours} --seed 2",
+        f"{theirs} --n_gpus 2 --seed 2",
+    ]
+
+
+def test_threads_are_part_of_the_command() -> None:
+    assert Cell("train.py", (), threads=1).command(7) == "OMP_NUM_THREADS=1 python train.py --seed 7"
+
+
+@pytest.mark.parametrize("name", list(EXPERIMENTS))
+def test_grids_repeat_each_cell_at_least_three_times_and_no_two_cells_are_one(name: str) -> None:
+    cells = EXPERIMENTS[name].cells
+    assert len(SEEDS) >= 3 and len(set(cells)) == len(cells)
+    models = {dict(cell.flags)["model"] for cell in cells}
+    assert models == {"cnn", "mobilenet_v2"}
+
+
+def test_the_grids_are_those_that_were_asked_for() -> None:
+    sizes = {
+        dict(cell.flags)["train_size"] for cell in EXPERIMENTS["scaling"].cells if dict(cell.flags)["model"] == "cnn"
+    }
+    assert sizes == {1_000, 10_000, 60_000}
+    programs = {cell.program for each in EXPERIMENTS.values() for cell in each.cells}
+    assert programs == {"train.py", "param_server_builtin.py", "ring_all_reduce_builtin.py"}
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Runs write one row and are remembered, in place of being run; the third one fails."""
+    seen: list[str] = []
+
+    def run_one(grid: Grid, cell: Cell, seed: int) -> None:
+        if len(seen) == 2:
+            seen.append("failed")
+            raise experiment.ExperimentError("the third one fails")
+        seen.append(cell.command(seed))
+        grid._add([{"run_id": str(len(seen)), "command": cell.command(seed)}])
+
+    monkeypatch.setattr(Grid, "_run_one", run_one)
+    return seen
+
+
+def test_a_grid_that_was_stopped_goes_on(tmp_path: Path, written: list[str]) -> None:
+    grid = Grid("two", TWO, (0, 1), str(tmp_path))
+    with pytest.raises(experiment.ExperimentError):
+        grid.run()
+    assert json.loads((grid.folder.path / "manifest.json").read_text())["status"] == "failed"
+    again = Grid("two", TWO, (0, 1), str(tmp_path))
+    assert again.folder.path == grid.folder.path
+    again.run()
+    assert written == [*commands(grid)[:2], "failed", *commands(grid)[2:]]
+    with open(again.table, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["command"] for row in rows] == commands(grid) and list(rows[0]) == list(COLUMNS)
+    assert json.loads((grid.folder.path / "manifest.json").read_text())["status"] == "completed"
+
+
+def test_but_not_with_other_code_or_another_grid(
+    tmp_path: Path, written: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = Grid("two", TWO, (0, 1), str(tmp_path))
+    with pytest.raises(experiment.ExperimentError):
+        grid.run()
+    assert Grid("two", TWO, (0, 1, 2), str(tmp_path)).folder.path != grid.folder.path
+    here = experiment.environment()
+    monkeypatch.setattr(experiment, "environment", lambda: here | {"commit": "another"})
+    assert Grid("two", TWO, (0, 1), str(tmp_path)).folder.path != grid.folder.path
+
+
+def test_a_finished_grid_is_not_touched_again(tmp_path: Path, written: list[str]) -> None:
+    first = Grid("two", TWO, (0,), str(tmp_path))
+    first.run()
+    assert Grid("two", TWO, (0,), str(tmp_path)).folder.path != first.folder.path
+
+
+def test_a_run_that_fails_is_named_with_its_own_words(tmp_path: Path) -> None:
+    broken = Experiment("broken", [train_py("ring_all_reduce", 2, dataset="digits", train_size=10**6)])
+    with pytest.raises(experiment.ExperimentError, match=r"python train.py .* exit code 2: .*train_size.*goes on"):
+        Grid("broken", broken, (0,), str(tmp_path)).run()
+
+
+def test_the_command_runs_a_small_grid_for_real(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch_parallel", "experiment", "ring_all_reduce", "--quick"]
+    done = subprocess.run(
+        [*command, "--results_dir", str(tmp_path)], capture_output=True, text=True, timeout=110, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert "held equal: kind measured; dataset digits" in done.stdout
+    (folder,) = (tmp_path / "ring_all_reduce").iterdir()
+    runs = read_runs(folder)
+    assert list(by_label(runs)) == ["ring_all_reduce, 2 workers", "ddp, 2 workers"]
+    assert all(run.setting("command").startswith("python ") for run in runs)
+    # the same training: the same accuracy after every epoch
+    ours, theirs = ([epoch.test_accuracy for epoch in run.epochs] for run in runs)
+    assert ours == theirs and len(ours) == 2
+
+
+def test_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    experiment.main([])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(EXPERIMENTS)

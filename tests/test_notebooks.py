@@ -1,0 +1,54 @@
+"""The notebooks are committed as executed, top to bottom, and executing them again gives the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parents[1] / "experiments"
+NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
+
+
+def texts(cell: Any) -> list[str]:
+    """What a cell printed, or returned as text; pictures are compared as files, in media/."""
+    return [output["text"] for output in cell.get("outputs", []) if output.output_type == "stream"]
+
+
+def kinds(cell: Any) -> list[str]:
+    return [kind for output in cell.get("outputs", []) for kind in output.get("data", {}) if kind != "text/plain"]
+
+
+def test_there_is_one_for_each_experiment() -> None:
+    assert {"param_server.ipynb", "ring_all_reduce.ipynb", "scaling.ipynb"} <= set(NOTEBOOKS)
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_is_executed_and_stays_what_it_is(name: str) -> None:
+    committed = nbformat.read(FOLDER / name, as_version=4)
+    nbformat.validate(committed)
+    code = [cell for cell in committed.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert all(len(cell.outputs) == 1 for cell in code)
+    again = nbformat.read(FOLDER / name, as_version=4)
+    NotebookClient(again, timeout=60, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    executed = [cell for cell in again.cells if cell.cell_type == "code"]
+    for before, after in zip(code, executed, strict=True):
+        assert texts(before) == texts(after)
+        assert kinds(before) == kinds(after)
+    assert any("image/png" in kinds(cell) for cell in executed)
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_is_thin(name: str) -> None:
+    """Prose before every cell, and one call in a cell, after the first."""
+    cells = nbformat.read(FOLDER / name, as_version=4).cells
+    code = [cell for cell in cells if cell.cell_type == "code"]
+    prose = [cell for cell in cells if cell.cell_type == "markdown"]
+    assert len(prose) >= len(code) - 1
+    for cell in code[1:]:
+        statements = [line for line in cell.source.splitlines() if line and not line.startswith("from ")]
+        assert len(statements) == 1

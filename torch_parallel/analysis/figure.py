@@ -1,0 +1,48 @@
+"""A figure without pyplot: no window opens, nothing needs closing, and a notebook shows it as it is returned."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure as Plain
+
+DPI = 100
+
+COLOURS = {
+    "ring_all_reduce": "#0072B2",
+    "ddp": "#E69F00",
+    "param_server": "#009E73",
+    "data_parallel": "#CC79A7",
+    "one process": "#222222",
+}
+"""One a strategy, in every figure: those of Okabe and Ito, which the colour-blind can tell apart."""
+MARKERS = {
+    "ring_all_reduce": "o",
+    "ddp": "s",
+    "param_server": "^",
+    "data_parallel": "D",
+    "one process": "x",
+}
+OTHERS = ("#56B4E9", "#D55E00", "#F0E442", "#999999")
+
+
+class Figure(Plain):
+    """A figure of the given size in inches."""
+
+    def __init__(self, width: float, height: float) -> None:
+        super().__init__(figsize=(width, height), dpi=DPI, layout="constrained", facecolor="white")
+        FigureCanvasAgg(self)
+
+    def _repr_png_(self) -> bytes:
+        """What a notebook shows."""
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", metadata={"Software": None})
+        return buffer.getvalue()
+
+
+def style(label: str) -> dict[str, Any]:
+    """Colour and marker of a strategy, by a label that begins with its name."""
+    name = label.split(",")[0]
+    return {"color": COLOURS.get(name, OTHERS[len(name) % len(OTHERS)]), "marker": MARKERS.get(name, "v")}

@@ -1,0 +1,118 @@
+"""What an experiment found, in sentences whose every number is worked out from its folder of results."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from torch_parallel.analysis.runs import PARTS, Run, by_label, held_equal, manifest, read_runs, select, spread
+
+
+def about(folder: str | Path) -> str:
+    """Where and when the runs were made, with which code, and how many there are."""
+    told = manifest(folder)
+    machine, versions = told["machine"], told["versions"]
+    runs = read_runs(folder)
+    cards = f"{len(told['cards'])} x {told['cards'][0]}, " if told["cards"] else ""
+    return (
+        f"{told['command']}\n"
+        f"{len(runs)} runs, begun {told['started'][:16].replace('T', ' ')}: {cards}{machine['processors']} cores of "
+        f"{machine['processor']}, torch {versions['torch']}, python {versions['python']}, commit {told['commit'][:12]}"
+    )
+
+
+def summary(folder: str | Path, apart: tuple[str, ...] = ("model",), same: tuple[str, ...] = ("processors",)) -> str:
+    """For each comparison what was held equal, and seconds of an epoch and accuracy with their spread.
+
+    `apart` are the columns whose values are not compared with each other. Raises Unequal.
+    """
+    lines = []
+    groups: dict[tuple[str, ...], list[Run]] = {}
+    for run in read_runs(folder):
+        groups.setdefault(tuple(str(run.setting(name)) for name in apart), []).append(run)
+    for key, runs in groups.items():
+        held = held_equal(runs, same=same)
+        lines.append(", ".join(f"{name} {value}" for name, value in zip(apart, key, strict=True)))
+        lines.append(f"  held equal: {'; '.join(f'{name} {value}' for name, value in held.items())}")
+        for label, of_label in by_label(runs).items():
+            median, least, largest = spread([run.epoch_s for run in of_label])
+            accuracy, worst, best = spread([100 * run.epochs[-1].test_accuracy for run in of_label])
+            lines.append(
+                f"  {label:38}{median:8.3f} s an epoch ({least:.3f} to {largest:.3f})   "
+                f"test accuracy {accuracy:.2f} % ({worst:.2f} to {best:.2f})   {len(of_label)} runs"
+            )
+    return "\n".join(lines)
+
+
+def ring_beside_ddp(folder: str | Path) -> str:
+    """Whose epoch is shorter, and which of its parts make the difference; a paragraph for each model."""
+    paragraphs = []
+    for model in dict.fromkeys(run.setting("model") for run in read_runs(folder)):
+        runs = select(read_runs(folder), model=model)
+        held_equal(runs)
+        ring, ddp = select(runs, strategy="ring_all_reduce"), select(runs, strategy="ddp")
+        ours, theirs = _median(ring), _median(ddp)
+        told = [f"{model}: the ring's epoch takes {ours / theirs:.2f} of DistributedDataParallel's time."]
+        told.append(f"They differ by {theirs - ours:+.2f} s:")
+        parts = [("compute", ("compute",)), ("exchange and waiting", ("exchange", "wait")), ("update", ("update",))]
+        told.append(
+            ", ".join(f"{name} {_parts(ddp, of) - _parts(ring, of):+.2f} s" for name, of in parts)
+            + " (positive: the ring needs less)."
+        )
+        accuracies = [max(abs(a - b) for a, b in zip(_accuracies(ring), _accuracies(ddp), strict=True))]
+        told.append(f"Their accuracies differ by at most {accuracies[0]:.2f} points for any seed.")
+        paragraphs.append(" ".join(told))
+    return "\n".join(paragraphs)
+
+
+def server_beside_data_parallel(folder: str | Path) -> str:
+    """Accuracy of both, seed by seed, and whose epoch is shorter; a paragraph for each model."""
+    paragraphs = []
+    for model in dict.fromkeys(run.setting("model") for run in read_runs(folder)):
+        runs = select(read_runs(folder), model=model)
+        held_equal(runs)
+        server, builtin = select(runs, strategy="param_server"), select(runs, strategy="data_parallel")
+        difference = max(abs(a - b) for a, b in zip(_accuracies(server), _accuracies(builtin), strict=True))
+        _, worst, best = spread(_accuracies(builtin))
+        paragraphs.append(
+            f"{model}: for one seed the two differ by at most {difference:.2f} points of accuracy, while the seeds of "
+            f"one program differ by {best - worst:.2f}. The server's epoch takes "
+            f"{_median(server) / _median(builtin):.2f} of the built-in's time."
+        )
+    return "\n".join(paragraphs)
+
+
+def scaling_found(folder: str | Path) -> str:
+    """How epochs grow with the data, and what more workers bring, against one process with one thread."""
+    runs = [run for run in read_runs(folder) if run.strategy != "data_parallel"]
+    lines = []
+    for model in dict.fromkeys(run.setting("model") for run in runs):
+        of_model = select(runs, model=model)
+        sizes = sorted({int(run.setting("train_size")) for run in of_model})
+        largest = select(of_model, train_size=sizes[-1])
+        held_equal(largest, same=("threads",))
+        one = statistics.median(run.epoch_s for run in largest if run.workers == 1)
+        for label, of_label in by_label(of_model).items():
+            times = [_median(select(of_label, train_size=size)) for size in sizes]
+            grown = times[-1] / times[0]
+            lines.append(
+                f"{model}, {label}: {sizes[-1] / sizes[0]:.0f} times the images take {grown:.1f} times as long; "
+                f"with {sizes[-1]:,} images {one / times[-1]:.2f} times the speed of one process, "
+                f"efficiency {100 * one / times[-1] / of_label[0].workers:.0f} %"
+            )
+    return "\n".join(lines)
+
+
+def _median(runs: list[Run]) -> float:
+    return statistics.median(run.epoch_s for run in runs)
+
+
+def _parts(runs: list[Run], names: tuple[str, ...]) -> float:
+    """Median over the runs of the seconds that go into these parts of an epoch."""
+    assert set(names) <= set(PARTS)
+    return statistics.median(sum(run.part_s(name) or 0.0 for name in names) for run in runs)
+
+
+def _accuracies(runs: list[Run]) -> list[float]:
+    """Of the last epoch, in percent, in the order of the seeds."""
+    return [100 * run.epochs[-1].test_accuracy for run in sorted(runs, key=lambda run: run.seed)]

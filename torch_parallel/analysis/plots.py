@@ -1,0 +1,172 @@
+"""The figures that compare runs. Each is one function of a folder of results, for `media/`, the README and notebooks.
+
+    figure = accuracy(newest("param_server"))
+
+Lines and bars are medians over the repeats; bands and whiskers reach from the least to the largest of them. Nothing is
+drawn of runs that differ in what must be equal: `held_equal` raises first.
+"""
+
+from __future__ import annotations
+
+import statistics
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from torch_parallel.analysis.figure import Figure, style
+from torch_parallel.analysis.runs import PARTS, Run, by_label, held_equal, read_runs, select, spread
+
+PART_COLOURS = {"compute": "#0072B2", "exchange": "#D55E00", "wait": "#B0B0B0", "update": "#009E73"}
+
+
+def accuracy(folder: str | Path) -> Figure:
+    """Test accuracy over epochs and over seconds of training, a row for each model."""
+    models = _by(read_runs(folder), "model")
+    figure = Figure(9.0, 3.3 * len(models))
+    rows = figure.subplots(len(models), 2, squeeze=False)
+    for (model, runs), (over_epochs, over_seconds) in zip(models.items(), rows, strict=True):
+        held = held_equal(runs)
+        for label, of_label in by_label(runs).items():
+            values = [[100 * epoch.test_accuracy for epoch in run.epochs] for run in of_label]
+            epochs = [epoch.epoch for epoch in of_label[0].epochs]
+            seconds = [list(accumulate(epoch.train_s for epoch in run.epochs)) for run in of_label]
+            _band(over_epochs, epochs, values, label)
+            _band(over_seconds, [statistics.median(at) for at in zip(*seconds, strict=True)], values, label)
+        images = f"{int(held['train_size']):,} images"
+        over_epochs.set(xlabel="epochs", ylabel="test accuracy (%)", title=f"{model}, {images}: by epochs")
+        over_epochs.set_xticks(epochs)
+        over_seconds.set(xlabel="seconds of training", title=f"{model}, {images}: by time", xlim=(0, None))
+        over_epochs.legend(loc="lower right", frameon=False, fontsize=8)
+    return figure
+
+
+def _band(axes: Axes, places: list[float], repeats: list[list[float]], label: str) -> None:
+    """A line through the medians of the repeats, and a band from the least to the largest."""
+    columns = [spread(list(column)) for column in zip(*repeats, strict=True)]
+    look = style(label)
+    middle, least, largest = (list(values) for values in zip(*columns, strict=True))
+    axes.plot(places, middle, label=label, markersize=5, linewidth=1.5, **look)
+    axes.fill_between(places, least, largest, color=look["color"], alpha=0.15, linewidth=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+
+
+def epoch_parts(folder: str | Path) -> Figure:
+    """Seconds of an epoch and what they go into, a panel for each model. Whiskers: the whole epoch's spread.
+
+    DistributedDataParallel times its exchange together with its waiting; what backward hides of it is compute.
+    """
+    models = _by(read_runs(folder), "model")
+    figure = Figure(9.0, 0.9 + 1.5 * len(models))
+    panels = figure.subplots(len(models), 1, squeeze=False)[:, 0]
+    for (model, runs), axes in zip(models.items(), panels, strict=True):
+        held = held_equal(runs)
+        groups = by_label(runs)
+        for row, of_label in enumerate(groups.values()):
+            left = 0.0
+            for part in PARTS:
+                times = [seconds for run in of_label if (seconds := run.part_s(part)) is not None]
+                if times:
+                    axes.barh(row, statistics.median(times), 0.55, left, color=PART_COLOURS[part])
+                    left += statistics.median(times)
+            middle, least, largest = spread([run.epoch_s for run in of_label])
+            axes.errorbar(middle, row, xerr=[[middle - least], [largest - middle]], color="#222222", capsize=3)
+            axes.annotate(f"{middle:.2f} s", (largest, row), (6, 0), textcoords="offset points", va="center")
+        axes.set_yticks(range(len(groups)), list(groups))
+        axes.set_ylim(len(groups) - 0.5, -0.5)
+        axes.margins(x=0.12)
+        axes.set_xlim(left=0)
+        axes.set_title(f"{model}, {int(held['train_size']):,} images, batch {held['batch_size']}", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("seconds of an epoch")
+    handles = [Patch(color=PART_COLOURS[part], label=part) for part in PARTS]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
+    return figure
+
+
+def scaling(folder: str | Path) -> Figure:
+    """Both: `scaling_with_data` above, `scaling_with_workers` below."""
+    figure = Figure(9.0, 7.0)
+    above, below = figure.subplots(2, 2)
+    _with_data(list(above), read_runs(folder))
+    _with_workers(*below, read_runs(folder), "cnn")
+    return figure
+
+
+def scaling_with_data(folder: str | Path) -> Figure:
+    """Seconds of an epoch over the number of training images, both logarithmic, a panel for each model."""
+    figure = Figure(9.0, 3.6)
+    _with_data(list(figure.subplots(1, 2)), read_runs(folder))
+    return figure
+
+
+def scaling_with_workers(folder: str | Path, model: str = "cnn") -> Figure:
+    """Speed-up over one process and efficiency, by the number of workers, on the largest number of images."""
+    figure = Figure(9.0, 3.6)
+    _with_workers(*figure.subplots(1, 2), read_runs(folder), model)
+    return figure
+
+
+def _with_data(panels: list[Axes], runs: list[Run]) -> None:
+    for axes, (model, of_model) in zip(
+        panels, _by([run for run in runs if run.workers <= 2], "model").items(), strict=True
+    ):
+        held_equal(of_model, but=("train_size", "steps", "epochs"), same=())
+        for label, of_label in by_label(of_model).items():
+            by_size = _by(of_label, "train_size")
+            repeats = [[run.epoch_s for run in of_size] for of_size in by_size.values()]
+            _points(axes, [int(size) for size in by_size], repeats, label)
+        axes.set(xscale="log", yscale="log", xlabel="training images", ylabel="seconds of an epoch", title=model)
+        axes.legend(frameon=False, fontsize=8)
+
+
+def _with_workers(speed_up: Axes, efficiency: Axes, runs: list[Run], model: str) -> None:
+    """Each worker has one thread, and so has the one process."""
+    runs = [run for run in select(runs, model=model) if run.strategy != "data_parallel"]
+    images = max(int(run.setting("train_size")) for run in runs)
+    runs = select(runs, train_size=images)
+    held_equal(runs, same=("threads",))
+    one = statistics.median(run.epoch_s for run in runs if run.workers == 1)
+    for strategy, of_strategy in _by([run for run in runs if run.workers > 1], "strategy").items():
+        by_count = _by(of_strategy, "workers")
+        counts = [int(count) for count in by_count]
+        ratios = [[one / run.epoch_s for run in of_count] for of_count in by_count.values()]
+        _points(speed_up, counts, ratios, strategy)
+        shares = [[100 * ratio / count for ratio in of_count] for of_count, count in zip(ratios, counts, strict=True)]
+        _points(efficiency, counts, shares, strategy)
+    counts = sorted({run.workers for run in runs})
+    speed_up.plot(counts, counts, color="#B0B0B0", linestyle=":", label="as many times as workers", zorder=0)
+    speed_up.axhline(1, color="#222222", linewidth=0.8, zorder=0)
+    efficiency.axhline(100, color="#B0B0B0", linestyle=":", zorder=0)
+    heading = f"{model}, {images:,} images"
+    speed_up.set(xlabel="workers", ylabel="times the speed of one process", title=heading, ylim=(0, None))
+    efficiency.set(xlabel="workers", ylabel="speed-up / workers (%)", title=heading, ylim=(0, None))
+    for axes in (speed_up, efficiency):
+        axes.set_xticks(counts)
+    speed_up.legend(frameon=False, fontsize=8)
+
+
+def _points(axes: Axes, places: list[int], repeats: list[list[float]], label: str) -> None:
+    """A line through the medians with whiskers from the least to the largest."""
+    columns = [spread(values) for values in repeats]
+    errors = [[middle - least for middle, least, _ in columns], [largest - middle for middle, _, largest in columns]]
+    axes.errorbar(
+        places, [middle for middle, *_ in columns], errors, label=label, markersize=5, capsize=3, **style(label)
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+
+
+def _by(runs: list[Run], name: str) -> dict[str, list[Run]]:
+    """Runs by one of their settings, in the order in which its values first occur, numbers in their own order."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(str(run.setting(name)), []).append(run)
+    return dict(sorted(groups.items(), key=lambda item: _rank(item[0])))
+
+
+def _rank(value: str) -> Any:
+    return (0, int(value)) if value.isdigit() else (1, 0)

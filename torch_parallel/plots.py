@@ -1,0 +1,50 @@
+"""Draws every figure of media/ anew, and fills the tables of the README, from results/ alone.
+
+python -m torch_parallel plots
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from torch_parallel.analysis import plots
+from torch_parallel.analysis.animate import save_gif
+from torch_parallel.analysis.figure import Figure
+from torch_parallel.analysis.runs import ExperimentMissing, Unequal, newest
+from torch_parallel.analysis.tables import with_tables
+from torch_parallel.collectives import COLLECTIVES
+from torch_parallel.training.config import OneLineParser
+
+FIGURES: dict[str, tuple[Callable[[Path], Figure], str]] = {
+    "param_server.png": (plots.accuracy, "param_server"),
+    "ring_all_reduce.png": (plots.epoch_parts, "ring_all_reduce"),
+    "scaling.png": (plots.scaling, "scaling"),
+}
+"""File -> how it is drawn, and from which experiment."""
+
+
+def draw_all(results_dir: Path, media: Path) -> list[Path]:
+    """Every figure of media/, and the animated ring; returns the files. Raises ExperimentMissing and Unequal."""
+    media.mkdir(exist_ok=True)
+    for name, (draw, experiment) in FIGURES.items():
+        draw(newest(experiment, results_dir)).savefig(media / name, metadata={"Software": None})
+    save_gif(COLLECTIVES["ring"], 4, media / "ring_all_reduce.gif")
+    return [*(media / name for name in FIGURES), media / "ring_all_reduce.gif"]
+
+
+def main(arguments: list[str]) -> None:
+    """`python -m torch_parallel plots`"""
+    parser = OneLineParser(prog="python -m torch_parallel plots", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--results_dir", default="results", help="where the results are (default: results)")
+    parser.add_argument("--media", default="media", help="where the figures go (default: media)")
+    parser.add_argument("--readme", default="README.md", help="file whose tables are filled (default: README.md)")
+    options = parser.parse_args(arguments)
+    try:
+        files = draw_all(Path(options.results_dir), Path(options.media))
+        readme = Path(options.readme)
+        readme.write_text(with_tables(readme.read_text(), options.results_dir))
+    except (ExperimentMissing, Unequal, OSError) as error:
+        sys.exit(f"plots: {error}")
+    print("\n".join(["drawn:", *(f"  {file}" for file in files), f"tables filled: {readme}"]))
