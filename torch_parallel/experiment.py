@@ -96,16 +96,15 @@ def _ring() -> list[Cell]:
 def _scaling() -> list[Cell]:
     cells = []
     for size in (1_000, 10_000, 60_000):
-        flags = CNN | {"train_size": size, "epochs": 2 if size == 60_000 else 4}
+        flags = CNN | {"train_size": size, "epochs": 4 if size == 1_000 else 2}
         cells += [train_py("ring_all_reduce", n, threads=1, **flags) for n in (1, 2)]
-        cells += [train_py("ring_all_reduce", 4, threads=1, **flags)] if size == 60_000 else []
         cells += [train_py("param_server", 3, threads=1, **flags)]
         cells += [control(DDP, 2, **flags), control(DATA_PARALLEL, 2, **flags)]
-        cells += [control(DDP, 4, **flags)] if size == 60_000 else []
+    cells += [train_py("ring_all_reduce", 4, threads=1, **flags), control(DDP, 4, **flags)]
     for size in (100, 400):
         flags = MOBILENET | {"train_size": size, "epochs": 2}
         cells += [train_py("ring_all_reduce", n, threads=1, **flags) for n in (1, 2)]
-        cells += [train_py("param_server", 3, threads=1, **flags), control(DDP, 2, **flags)]
+        cells += [control(DDP, 2, **flags)]
     return cells
 
 

@@ -92,7 +92,7 @@ def scaling(folder: str | Path) -> Figure:
     figure = Figure(9.0, 7.0)
     above, below = figure.subplots(2, 2)
     _with_data(list(above), read_runs(folder))
-    _with_workers(*below, read_runs(folder), "cnn")
+    _with_workers(below[0], below[1], read_runs(folder), "cnn")
     return figure
 
 
@@ -106,7 +106,8 @@ def scaling_with_data(folder: str | Path) -> Figure:
 def scaling_with_workers(folder: str | Path, model: str = "cnn") -> Figure:
     """Speed-up over one process and efficiency, by the number of workers, on the largest number of images."""
     figure = Figure(9.0, 3.6)
-    _with_workers(*figure.subplots(1, 2), read_runs(folder), model)
+    speed_up, efficiency = figure.subplots(1, 2)
+    _with_workers(speed_up, efficiency, read_runs(folder), model)
     return figure
 
 
