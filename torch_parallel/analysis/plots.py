@@ -9,6 +9,7 @@ drawn of runs that differ in what must be equal: `held_equal` raises first.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def accuracy(folder: str | Path) -> Figure:
     return figure
 
 
-def _band(axes: Axes, places: list[float], repeats: list[list[float]], label: str) -> None:
+def _band(axes: Axes, places: Sequence[float], repeats: list[list[float]], label: str) -> None:
     """A line through the medians of the repeats, and a band from the least to the largest."""
     columns = [spread(list(column)) for column in zip(*repeats, strict=True)]
     look = style(label)
