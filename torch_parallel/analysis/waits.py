@@ -1,10 +1,12 @@
 """Who waits for whom, and what time goes on, as two figures of the steps that `--steps_csv` records.
 
     steps = read_steps("steps.csv")
-    draw_matrix(steps).savefig("waits.png")   row i, column j: seconds that rank i waited for rank j
-    draw_steps(steps).savefig("steps.png")    a panel a rank, a bar a step: compute, reduce, move, update, wait
+    draw_matrix(steps).savefig("waits.png")        row i, column j: how long rank i waited for rank j
+    draw_matrix(steps, followed=True).savefig(...) the same, put down to the rank that was waited for in the end
+    draw_steps(steps).savefig("steps.png")         a panel a rank, a bar a step: compute, reduce, move, update, wait
 
-One slow rank is a dark column in the one, and the one panel without waiting in the other.
+Around a ring everybody waits for a neighbour, who waits for the next one, and under a parameter server for the server:
+the slow rank is the one that waits for nobody, a pale row. Followed to the end, all waits stand in its column.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from torch_parallel.analysis.timeline import LANE_COLOURS
+from torch_parallel.analysis.timeline import LANE_COLOURS, OTHER_COLOURS
 from torch_parallel.steps import StepTimes
 
 COLOUR_MAP = "cividis_r"
@@ -26,14 +28,18 @@ COLOUR_MAP = "cividis_r"
 
 PARTS = (("compute", "compute"), ("reduce", "reduce"), ("move", "copy"), ("update", "update"), ("wait", "wait"))
 """Name of each part of a step and the lane whose colour it has, from the bottom up."""
-REST = "#FFFFFF"
+REST = OTHER_COLOURS[0]
 MOST_BARS = 60
 """The bars that are drawn at most; the last steps are taken."""
 
 
-def draw_matrix(steps: Iterable[StepTimes]) -> Figure:
-    """Mean seconds a step that the rank of a row waited for the rank of a column. Raises ValueError without steps."""
+def draw_matrix(steps: Iterable[StepTimes], followed: bool = False) -> Figure:
+    """Mean seconds a step that the rank of a row waited for the rank of a column; an empty cell is none at all.
+
+    `followed`: for whom in the end, see `waits_in_the_end`. Raises ValueError without steps.
+    """
     mean = mean_waits(list(steps))
+    mean = waits_in_the_end(mean) if followed else mean
     ranks = range(len(mean))
     size = 2.0 + 0.62 * len(mean)
     figure = Figure(figsize=(size + 0.9, size), layout="constrained")
@@ -46,11 +52,11 @@ def draw_matrix(steps: Iterable[StepTimes]) -> Figure:
     axes.imshow(values, COLOUR_MAP, norm)
     for rank in ranks:
         for peer in ranks:
-            text = "" if rank == peer else _short(values[rank][peer])
+            text = _short(values[rank][peer]) if mean[rank][peer] else ""
             axes.text(peer, rank, text, ha="center", va="center", color=_ink(colours.to_rgba(values[rank][peer])))
     axes.set_xticks(ranks, [str(rank) for rank in ranks])
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
-    axes.set_xlabel("waits for rank")
+    axes.set_xlabel("waits in the end for rank" if followed else "waits for rank")
     axes.xaxis.set_label_position("top")
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
@@ -69,6 +75,25 @@ def mean_waits(steps: Sequence[StepTimes]) -> list[list[float]]:
         own = [step.waited_for_s for step in steps if step.rank == rank]
         mean.append([sum(waited[peer] for waited in own) / max(len(own), 1) for peer in ranks])
     return mean
+
+
+def waits_in_the_end(mean: list[list[float]]) -> list[list[float]]:
+    """The same seconds, [rank][peer], put down to the ranks that were waited for in the end.
+
+    What rank i waited for rank j while j waited itself, i waited for those for whom j did: as many seconds as j waited
+    in all are handed on to them, in proportion, and the rest is j's own. What still goes around after P hands stays.
+    """
+    ranks, waited = range(len(mean)), [sum(row) for row in mean]
+    result = []
+    for row in mean:
+        own = [0.0 for _ in ranks]
+        for _ in ranks:
+            handed_on = [min(seconds, limit) for seconds, limit in zip(row, waited, strict=True)]
+            own = [sum(parts) for parts in zip(own, row, [-seconds for seconds in handed_on], strict=True)]
+            shares = [seconds / (limit or 1.0) for seconds, limit in zip(handed_on, waited, strict=True)]
+            row = [sum(shares[via] * mean[via][peer] for via in ranks) for peer in ranks]
+        result.append([seconds + rest for seconds, rest in zip(own, row, strict=True)])
+    return result
 
 
 def draw_steps(steps: Iterable[StepTimes]) -> Figure:
@@ -93,7 +118,7 @@ def draw_steps(steps: Iterable[StepTimes]) -> Figure:
     panels[-1].set_xlabel("step")
     panels[-1].set_xlim(first + 0.4, len(numbers) + 0.6)
     handles = [Patch(facecolor=LANE_COLOURS[lane], label=part) for part, lane in PARTS]
-    handles.append(Patch(facecolor=REST, edgecolor="#808080", linewidth=0.5, label="the rest"))
+    handles.append(Patch(facecolor=REST, label="the rest"))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
     return figure
 
@@ -106,7 +131,7 @@ def _stack(axes: Axes, places: list[int], steps: list[StepTimes], scale: float) 
         axes.bar(places, heights, 0.8, bottom, color=LANE_COLOURS[lane], label=part)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     rest = [max(0.0, scale * step.step_s - low) for step, low in zip(steps, bottom, strict=True)]
-    axes.bar(places, rest, 0.8, bottom, color=REST, edgecolor="#808080", linewidth=0.5, label="the rest")
+    axes.bar(places, rest, 0.8, bottom, color=REST, label="the rest")
     axes.spines[["top", "right"]].set_visible(False)
 
 
