@@ -19,6 +19,7 @@ def step(number: int, rank: int, waited_for_s: list[float], role: str = "worker"
 
 
 STEPS = [
+    *(step(0, rank, [7.0, 7.0, 7.0]) for rank in range(3)),  # warms up
     step(1, 0, [0.0, 0.010, 0.040], "server"),
     step(1, 1, [0.005, 0.0, 0.0]),
     step(1, 2, [0.0, 0.0, 0.0]),
@@ -85,7 +86,7 @@ def test_a_small_wait_is_told_in_its_unit() -> None:
 
 def test_the_parts_of_a_step_are_stacked() -> None:
     """Rank 0, in ms: compute 0 to 10, reduce to 13, move to 15, update to 16, wait 50 more, then the 4 of the rest."""
-    figure = draw_steps(STEPS)
+    figure = draw_steps(STEPS[3:])
     assert [axes.get_ylabel() for axes in figure.axes] == ["rank 0 (server)\nms", "rank 1\nms", "rank 2\nms"]
     bars = {str(each.get_label()): each for each in figure.axes[0].containers if isinstance(each, BarContainer)}
     spans = {

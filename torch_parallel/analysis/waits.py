@@ -13,18 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from torch_parallel.analysis.timeline import LANE_COLOURS, OTHER_COLOURS
 from torch_parallel.steps import StepTimes
 
-COLOUR_MAP = "cividis_r"
-"""Made for the colour-blind; grows darker evenly, so it also survives a black-and-white printer."""
+COLOUR_MAP = "Blues"
+"""One hue that only grows darker: the colour-blind can read it, and so can a black-and-white printer."""
 
 PARTS = (("compute", "compute"), ("reduce", "reduce"), ("move", "copy"), ("update", "update"), ("wait", "wait"))
 """Name of each part of a step and the lane whose colour it has, from the bottom up."""
@@ -48,12 +50,12 @@ def draw_matrix(steps: Iterable[StepTimes], followed: bool = False) -> Figure:
     unit, scale = _unit(max(map(max, mean)))
     values = [[scale * seconds for seconds in row] for row in mean]
     norm = Normalize(0, max(map(max, values)) or 1)
-    colours = ScalarMappable(norm, COLOUR_MAP)
+    mappable, colour_map = ScalarMappable(norm, COLOUR_MAP), colormaps[COLOUR_MAP]
     axes.imshow(values, COLOUR_MAP, norm)
     for rank in ranks:
         for peer in ranks:
             text = _short(values[rank][peer]) if mean[rank][peer] else ""
-            axes.text(peer, rank, text, ha="center", va="center", color=_ink(colours.to_rgba(values[rank][peer])))
+            axes.text(peer, rank, text, ha="center", va="center", color=_ink(*colour_map(norm(values[rank][peer]))))
     axes.set_xticks(ranks, [str(rank) for rank in ranks])
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     axes.set_xlabel("waits in the end for rank" if followed else "waits for rank")
@@ -61,14 +63,17 @@ def draw_matrix(steps: Iterable[StepTimes], followed: bool = False) -> Figure:
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    figure.colorbar(colours, ax=axes, label=f"{unit} a step", shrink=0.8)
+    figure.colorbar(mappable, ax=axes, label=f"{unit} a step", shrink=0.8)
     return figure
 
 
 def mean_waits(steps: Sequence[StepTimes]) -> list[list[float]]:
-    """[rank][peer]: seconds a step that the rank waited for the peer, over all its steps. Raises ValueError."""
+    """[rank][peer]: mean seconds a step that the rank waited for the peer; the first step, which warms up, is left out
+    where there are more. Raises ValueError without steps."""
     if not steps:
         raise ValueError("a picture of waits needs steps")
+    first = min((step.epoch, step.step) for step in steps)
+    steps = [step for step in steps if (step.epoch, step.step) != first] or steps
     ranks = range(len(steps[0].waited_for_s))
     mean = []
     for rank in ranks:
@@ -116,6 +121,7 @@ def draw_steps(steps: Iterable[StepTimes]) -> Figure:
         server = " (server)" if own and own[0].role == "server" else ""
         axes.set_ylabel(f"rank {rank}{server}\n{unit}")
     panels[-1].set_xlabel("step")
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[-1].set_xlim(first + 0.4, len(numbers) + 0.6)
     handles = [Patch(facecolor=LANE_COLOURS[lane], label=part) for part, lane in PARTS]
     handles.append(Patch(facecolor=REST, label="the rest"))
@@ -145,7 +151,6 @@ def _short(value: float) -> str:
     return f"{value:.0f}" if value >= 10 or value < 0.05 else f"{value:.1f}"
 
 
-def _ink(colour: tuple[float, float, float, float]) -> str:
+def _ink(red: float, green: float, blue: float, _alpha: float) -> str:
     """Black on light cells, white on dark ones."""
-    red, green, blue, _ = colour
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"

@@ -76,10 +76,11 @@ def topology(config: RunConfig) -> Topology | None:
     if n is None or not given:
         return None
     servers = STRATEGIES[config.strategy].server_count
-    return _explained(
+    links: Topology = _explained(
         given,
         lambda: Topology.of(n, config.link or "", config.latency or "0s", config.nodes, config.nics, servers),
     )
+    return links
 
 
 def slowdown(config: RunConfig, rank: int) -> Slowdown | None:

@@ -36,10 +36,8 @@ class Slowdown:
 
     def stretch(self, start_s: float, step: int) -> None:
         """The compute that began at `start_s` of `perf_counter` is done: sleeps until it has lasted long enough."""
-        compute_s = time.perf_counter() - start_s
-        lasts_s = self.seconds(compute_s, step)
-        if lasts_s > compute_s:
-            time.sleep(start_s + lasts_s - time.perf_counter())
+        end_s = start_s + self.seconds(time.perf_counter() - start_s, step)
+        time.sleep(max(0.0, end_s - time.perf_counter()))
 
 
 def parse_stragglers(text: str) -> dict[int, Slowdown]:
@@ -50,23 +48,23 @@ def parse_stragglers(text: str) -> dict[int, Slowdown]:
         if not (rank.isascii() and rank.isdecimal() and much):
             raise ValueError(f"{entry.strip()!r} is no straggler: write rank:factor or rank:time, as in 3:4x or 3:50ms")
         before = slow.get(int(rank), Slowdown())
-        name, value = _amount(much)
-        if getattr(before, name) != getattr(Slowdown(), name):
-            raise ValueError(f"rank {rank} is given two {name.removesuffix('_s')}s: give one")
-        slow[int(rank)] = replace(before, **{name: value})
+        is_factor = much.endswith("x")
+        if (before.factor != 1) if is_factor else (before.extra_s != 0):
+            raise ValueError(f"rank {rank} is given two {'factors' if is_factor else 'times'}: give one")
+        if is_factor:
+            slow[int(rank)] = replace(before, factor=_factor(much))
+        else:
+            slow[int(rank)] = replace(before, extra_s=parse_seconds(much))
     return slow
 
 
-def _amount(much: str) -> tuple[str, float]:
-    """The field of Slowdown, and its value."""
-    if not much.endswith("x"):
-        return "extra_s", parse_seconds(much)
+def _factor(text: str) -> float:
     try:
-        factor = float(much[:-1])
+        factor = float(text[:-1])
     except ValueError:
         factor = 0.0
     if not 1 <= factor < float("inf"):
         raise ValueError(
-            f"{much!r} is no factor: write a number of at least 1 and x, as in 4x (sleep makes nobody faster)"
+            f"{text!r} is no factor: write a number of at least 1 and x, as in 4x (nobody can sleep faster)"
         )
-    return "factor", factor
+    return factor

@@ -67,7 +67,7 @@ class EmulatedLinks:
         topology: Topology,
         rank: int,
         memory: memoryview,
-        lock: AbstractContextManager[None],
+        lock: AbstractContextManager[object],
         deadline_s: float,
     ) -> None:
         self._topology = topology
