@@ -19,7 +19,7 @@ from torch_parallel.collectives.schedule import Collective, Receive, Rounds, Sen
 from torch_parallel.communicator import Communicator
 from torch_parallel.launcher import launch
 from torch_parallel.topology import Topology
-from torch_parallel.transport.base import READY, TransportError, WaitTimeout
+from torch_parallel.transport.base import READY, SharedBuffer, TransportError, WaitTimeout
 from torch_parallel.transport.links import EmulatedLinks, FileLock
 from torch_parallel.transport.local import LocalGroup
 from torch_parallel.transport.shared_memory import SharedMemoryTransport, Wiring
@@ -199,8 +199,6 @@ def test_threads_have_links_too(clock: Clock) -> None:
     group = LocalGroup(2, links=Topology.of(2, "100B", "1s"))
     transports = [group.transport(rank) for rank in (0, 1)]
     buffers = [transport._allocate(10, torch.float32) for transport in transports]
-    from torch_parallel.transport.base import SharedBuffer
-
     buffers[0][0].fill_(3.0)
     transports[0]._signals.post(READY, 1)
     transports[1].perform(broadcast_from(0), SharedBuffer(buffers[1], 1))
@@ -213,8 +211,6 @@ def test_nothing_is_wrapped_where_links_are_off_or_not_crossed() -> None:
     for links in (None, Topology.of(2, "1gbit", nodes=1)):
         wiring = Wiring.create(2, links=links)
         transport = SharedMemoryTransport(wiring, 1, 1.0)
-        from torch_parallel.transport.base import SharedBuffer
-
         buffer = SharedBuffer([torch.zeros(4), torch.zeros(4)], 1)
         ((_, pulls),) = transport._bind(broadcast_from(0), buffer).rounds
         assert [pull[1].__name__ for pull in pulls] == ["copy_"]
@@ -226,7 +222,7 @@ def test_links_of_another_number_of_ranks_are_refused() -> None:
         launch(lambda communicator: None, 2, links=Topology.of(3, "1gbit"))
 
 
-def hold(communicator: Communicator, fd_seconds: float) -> Any:
+def hold(communicator: Communicator) -> Any:
     """Rank 0 holds the lock; rank 1 gives up at its deadline, and gets it once rank 0 is done."""
     lock = FileLock(communicator.transport._arena.fd, 0.2)  # type: ignore[attr-defined]
     if communicator.rank == 0:
@@ -248,7 +244,7 @@ def hold(communicator: Communicator, fd_seconds: float) -> Any:
 
 
 def test_the_lock_excludes_other_processes_until_the_deadline() -> None:
-    assert launch(hold, 2, 0.2, threads=1)[1] == "the lock of the emulated links was not free for 0.2 s"
+    assert launch(hold, 2, threads=1)[1] == "the lock of the emulated links was not free for 0.2 s"
 
 
 def too_slow(communicator: Communicator) -> str:
