@@ -133,6 +133,28 @@ def test_the_link_of_a_root_carries_all_buffers_each_way() -> None:
         )
 
 
+def received(communicator: Communicator, collectives: list[Collective], nbytes: int) -> list[int]:
+    transport, before = communicator.transport, list(communicator.transport.received_bytes)
+    for collective in collectives:
+        transport.perform(collective, transport.share(nbytes, torch.uint8))
+    return [late - early for late, early in zip(transport.received_bytes, before, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("collectives", "nodes", "carried"),
+    [
+        ([reduce_to(0, root_contributes=False), broadcast_from(0)], None, [(3, 3), (1, 1), (1, 1), (1, 1)]),
+        ([RING_ALL_REDUCE], None, [(1.5, 1.5)] * 4),  # 2 (P-1)/P
+        ([RING_ALL_REDUCE], 2, [(1.5, 1.5)] * 2),  # only one rank of each node sends to the other node
+    ],
+)
+def test_what_each_link_carries(collectives: list[Collective], nodes: int | None, carried: list[Any]) -> None:
+    """In units of the buffer's size S, out and in: the root of a parameter server has (P-1) S each way."""
+    topology = Topology.of(4, "10gbit", nodes=nodes)
+    by_rank = launch(received, 4, collectives, 1000, links=topology, threads=1)
+    assert topology.carried_bytes(by_rank) == [(1000 * out, 1000 * into) for out, into in carried]
+
+
 def test_within_a_node_everything_is_free_and_small_messages_take_the_latency() -> None:
     """On one node: 4 MB, which would take 3.4 s at 10 mbit. Between two: one byte takes 0.2 s, at any bandwidth."""
     assert min(over(Topology.of(2, "10mbit", "200ms", nodes=1), broadcast_from(0), 2**22)) < 0.1
