@@ -21,8 +21,8 @@ from torch_parallel.training.evaluate import count_correct
 from torch_parallel.workloads import DataError, Dataset, build_model, load_dataset
 
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-NOT_HERE = ("resume", "clip_norm", "checkpoint_every", "check_replicas", "warmup_steps", "trace", "steps_csv")
-NOT_HERE += ("straggler", "jitter", "compute_ms", "link", "latency")
+NOT_HERE = ("resume", "clip_norm", "checkpoint_every", "check_replicas", "warmup_steps",
+            "trace", "steps_csv", "straggler", "jitter", "compute_ms", "link", "latency")  # fmt: skip
 
 
 def train(config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:

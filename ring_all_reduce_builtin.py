@@ -158,8 +158,8 @@ def main() -> None:
     config = dataclasses.replace(
         config, n_gpus=world_size, device=device, train_size=count, test_size=len(dataset.test_targets)
     )
-    unsupported = ("resume", "clip_norm", "checkpoint_every", "check_replicas", "trace", "steps_csv")
-    unsupported += ("straggler", "jitter", "compute_ms", "link", "latency")
+    unsupported = ("resume", "clip_norm", "checkpoint_every", "check_replicas",
+                   "trace", "steps_csv", "straggler", "jitter", "compute_ms", "link", "latency")  # fmt: skip
     if any(getattr(config, name) for name in unsupported) or config.accumulate > 1 or config.lr_schedule != "constant":
         raise ConfigError(f"this control has none of --{', --'.join(unsupported)}, --accumulate, --lr_schedule")
     try:
