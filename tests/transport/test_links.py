@@ -115,10 +115,12 @@ def test_a_slow_receiver_does_not_hold_up_the_others_of_a_fast_sender() -> None:
 
 
 def test_a_ring_of_four() -> None:
-    """2 (P-1)/P S/B + 2 (P-1) latency."""
-    size, latency_s = 4 * 2**20, 0.002
+    """2 (P-1)/P S/B + 2 (P-1) latency, in the best of some repeats: one late process makes the whole ring late, and
+    none can be early."""
+    size, latency_s = 16 * 2**20, 0.002
     expected_s = 2 * 3 / 4 * size / (1000 * MBIT) + 2 * 3 * latency_s
-    best_median(lambda: over(Topology.of(4, "1gbit", "2ms"), RING_ALL_REDUCE, size, 5), expected_s, within=0.05)
+    topology = Topology.of(4, "1gbit", "2ms")
+    best_median(lambda: [min(over(topology, RING_ALL_REDUCE, size, 5))], expected_s, within=0.05)
 
 
 def test_the_link_of_a_root_carries_all_buffers_each_way() -> None:
