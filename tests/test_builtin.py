@@ -91,9 +91,17 @@ def test_a_port_that_is_taken_is_named_and_any_free_one_is_found(tmp_path: Path)
     assert done.stderr.count("\n") == 1 and f"--port {port}: it is in use" in done.stderr
 
 
-@pytest.mark.parametrize("script", ["ring_all_reduce_builtin.py", "param_server_builtin.py"])
-def test_what_a_control_does_not_do_is_refused(script: str, tmp_path: Path) -> None:
-    done = control(script, tmp_path / "results", "--accumulate", "2")
+@pytest.mark.parametrize(
+    ("script", "flag", "value"),
+    [
+        ("ring_all_reduce_builtin.py", "--accumulate", "2"),
+        ("ring_all_reduce_builtin.py", "--straggler", "1:4x"),
+        ("param_server_builtin.py", "--accumulate", "2"),
+        ("param_server_builtin.py", "--link", "1gbit"),
+    ],
+)
+def test_what_a_control_does_not_do_is_refused(script: str, flag: str, value: str, tmp_path: Path) -> None:
+    done = control(script, tmp_path / "results", flag, value)
     assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and "--accumulate" in done.stderr
+    assert done.stderr.count("\n") == 1 and flag in done.stderr
     assert not (tmp_path / "results").exists()

@@ -22,7 +22,7 @@ def test_the_file_field_by_field(tmp_path: Path) -> None:
     write_chrome_trace(EVENTS, tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert trace["displayTimeUnit"] == "ms"
-    # lanes: compute 1, wait 2, reduce 3, and the unusual one last
+    # threads: compute 1, wait 2, what overlaps with it 3, reduce 4, and the unusual one last
     assert trace["traceEvents"] == [
         {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "rank 0"}},
         {"name": "process_sort_index", "ph": "M", "pid": 1, "args": {"sort_index": 0}},
@@ -30,17 +30,19 @@ def test_the_file_field_by_field(tmp_path: Path) -> None:
         {"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": 1, "args": {"sort_index": 1}},
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": 2, "args": {"name": "wait"}},
         {"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": 2, "args": {"sort_index": 2}},
+        {"name": "thread_name", "ph": "M", "pid": 1, "tid": 3, "args": {"name": "wait (2)"}},
+        {"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": 3, "args": {"sort_index": 3}},
         {"name": "process_name", "ph": "M", "pid": 2, "args": {"name": "rank 1"}},
         {"name": "process_sort_index", "ph": "M", "pid": 2, "args": {"sort_index": 1}},
-        {"name": "thread_name", "ph": "M", "pid": 2, "tid": 3, "args": {"name": "reduce"}},
-        {"name": "thread_sort_index", "ph": "M", "pid": 2, "tid": 3, "args": {"sort_index": 3}},
-        {"name": "thread_name", "ph": "M", "pid": 2, "tid": 4, "args": {"name": "disk"}},
+        {"name": "thread_name", "ph": "M", "pid": 2, "tid": 4, "args": {"name": "reduce"}},
         {"name": "thread_sort_index", "ph": "M", "pid": 2, "tid": 4, "args": {"sort_index": 4}},
+        {"name": "thread_name", "ph": "M", "pid": 2, "tid": 5, "args": {"name": "disk"}},
+        {"name": "thread_sort_index", "ph": "M", "pid": 2, "tid": 5, "args": {"sort_index": 5}},
         {"name": "step 0", "cat": "compute", "ph": "X", "pid": 1, "tid": 1, "ts": 0, "dur": 125000},
         {"name": "outer", "cat": "wait", "ph": "X", "pid": 1, "tid": 2, "ts": 125000, "dur": 125000},
-        {"name": "inner", "cat": "wait", "ph": "X", "pid": 1, "tid": 2, "ts": 125000, "dur": 62500},
-        {"name": "bucket 0", "cat": "reduce", "ph": "X", "pid": 2, "tid": 3, "ts": 250000, "dur": 250000},
-        {"name": "checkpoint", "cat": "disk", "ph": "X", "pid": 2, "tid": 4, "ts": 1000000, "dur": 0},
+        {"name": "inner", "cat": "wait", "ph": "X", "pid": 1, "tid": 3, "ts": 125000, "dur": 62500},
+        {"name": "bucket 0", "cat": "reduce", "ph": "X", "pid": 2, "tid": 4, "ts": 250000, "dur": 250000},
+        {"name": "checkpoint", "cat": "disk", "ph": "X", "pid": 2, "tid": 5, "ts": 1000000, "dur": 0},
     ]
 
 
@@ -68,6 +70,19 @@ def test_no_events_are_an_empty_trace(tmp_path: Path) -> None:
     write_chrome_trace([], tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
     assert read_chrome_trace(tmp_path / "trace.json") == []
+
+
+def test_what_overlaps_in_a_lane_has_threads_of_its_own(tmp_path: Path) -> None:
+    """Rank 0 is read by three at once, and the first thread is taken again as soon as it is free; rank 1 by one."""
+    spans = [(0, 0, 4), (0, 1, 3), (0, 2, 5), (0, 3, 6), (0, 4, 5), (1, 0, 9)]
+    events = [Event(rank, "send", str(k), float(start), float(end)) for k, (rank, start, end) in enumerate(spans)]
+    write_chrome_trace([*events, Event(1, "update", "u", 0.0, 1.0)], tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    threads = {(each["pid"], each["tid"]): each["args"]["name"] for each in trace if each["name"] == "thread_name"}
+    assert threads == {(1, 1): "send", (1, 2): "send (2)", (1, 3): "send (3)", (2, 1): "send", (2, 4): "update"}
+    drawn = {each["name"]: (each["pid"], each["tid"]) for each in trace if each["ph"] == "X"}
+    assert drawn == {"0": (1, 1), "1": (1, 2), "2": (1, 3), "3": (1, 2), "4": (1, 1), "5": (2, 1), "u": (2, 4)}
+    assert {event.lane for event in read_chrome_trace(tmp_path / "trace.json")} == {"send", "update"}
 
 
 @pytest.mark.parametrize("end_s", [0.5, float("nan")])

@@ -30,6 +30,7 @@ from torch_parallel import fork_server, worker
 from torch_parallel.devices import threads_per_worker
 from torch_parallel.mailbox import mailbox
 from torch_parallel.status import StatusBoard
+from torch_parallel.topology import Topology
 from torch_parallel.transport.shared_memory import Wiring
 from torch_parallel.worker_process import WorkerProcess
 
@@ -69,20 +70,24 @@ def launch(
     on_message: Callable[[int, Any], None] | None = None,
     on_tick: Callable[[StatusBoard], None] | None = None,
     signal_pipes: bool | None = None,
+    links: Topology | None = None,
 ) -> list[Any]:
     """Runs `worker_function(communicator, *arguments)` in `n` processes and returns their results, by rank.
 
     The function may come from anywhere, a notebook's cell included: what cannot be imported is sent by value. `shared`
     tensors are put once into memory that all workers map (`communicator.shared`). `threads` a worker: see
     `threads_per_worker`. `on_message(rank, message)` gets what workers `report`; `on_tick(board)` is called about ten
-    times a second. `signal_pipes` overrides how ranks signal (see `transport/signals.py`).
+    times a second. `signal_pipes` overrides how ranks signal (see `transport/signals.py`). With `links`, messages take
+    as long as over those links (see `transport/links.py`).
 
-    Raises ValueError for n < 1, NotPicklable, and WorkerFailure. `deadline_s` bounds every wait of a worker, and how
-    long a worker may go without communicating or reporting.
+    Raises ValueError for n < 1 and for links of another number of ranks, NotPicklable, and WorkerFailure. `deadline_s`
+    bounds every wait of a worker, and how long a worker may go without communicating or reporting.
     """
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"n = {n}: a whole number of processes is needed, at least one")
-    run = _Run(n, deadline_s, on_message, on_tick, signal_pipes)
+    if links is not None and links.world_size != n:
+        raise ValueError(f"links of {links.world_size} ranks for n = {n}: make the topology for {n}")
+    run = _Run(n, deadline_s, on_message, on_tick, Wiring.create(n, signal_pipes, links))
     try:
         run.start(
             _pickled(worker_function, arguments),
@@ -154,14 +159,14 @@ class _Run:
         deadline_s: float,
         on_message: Callable[[int, Any], None] | None,
         on_tick: Callable[[StatusBoard], None] | None,
-        signal_pipes: bool | None,
+        wiring: Wiring,
     ) -> None:
         self.n = n
         self.deadline_s = deadline_s
         self.on_message = on_message
         self.on_tick = on_tick
-        self.wiring = Wiring.create(n, signal_pipes)
-        self.board = self.wiring.status_board()
+        self.wiring = wiring
+        self.board = wiring.status_board()
         self.processes: list[WorkerProcess] = []
 
     def store(self, shared: dict[str, Tensor]) -> dict[str, tuple[int, tuple[int, ...], Any]]:

@@ -1,7 +1,8 @@
 """Who did what, and when: the events of a run, as a file that browsers draw.
 
 `write_chrome_trace` makes the JSON of chrome://tracing. Drop it into https://ui.perfetto.dev: each rank is a process
-with a thread for each lane. `analysis/timeline.py` draws the same events for print.
+with a thread for each lane, and more of them for what happens at the same time in one lane. `analysis/timeline.py`
+draws the same events for print.
 """
 
 from __future__ import annotations
@@ -41,13 +42,15 @@ def write_chrome_trace(events: Iterable[Event], path: str | Path) -> None:
 
     Raises `ValueError` for an event that ends before it starts.
     """
-    # of events that start together the longest comes first: viewers nest the others in it
+    # of events that start together the longest comes first
     events = sorted(events, key=lambda event: (event.start_s, -event.end_s, event.rank, event.lane, event.name))
     for event in events:
         if not event.start_s <= event.end_s:
             raise ValueError(f"{event} ends before it starts")
-    lanes = lane_order(events)
-    lines = [json.dumps(line) for line in [*_names(events, lanes), *_spans(events, lanes)]]
+    threads = _threads(events)
+    names = {(event.rank, *thread) for event, thread in zip(events, threads, strict=True)}
+    rows = [thread for lane in lane_order(events) for thread in sorted({each for each in threads if each[0] == lane})]
+    lines = [json.dumps(line) for line in [*_names(names, rows), *_spans(events, [*map(rows.index, threads)])]]
     head, tail = '{"displayTimeUnit": "ms", "traceEvents": [', "]}"
     Path(path).write_text("\n".join([head, ",\n".join(lines), tail, ""]), encoding="utf-8")
 
@@ -56,22 +59,36 @@ def _process(rank: int) -> int:
     return rank + 1  # Perfetto takes process 0 for the kernel's idle process
 
 
-def _names(events: list[Event], lanes: list[str]) -> list[dict[str, Any]]:
+def _threads(events: list[Event]) -> list[tuple[str, int]]:
+    """Lane and number, from 1, of a thread for each event, in which it overlaps no other: viewers draw a thread as a
+    stack of calls, and get wrong what overlaps in it."""
+    ends_s: dict[tuple[int, str], list[float]] = {}  # of the last event of each thread of a rank's lane
+    threads = []
+    for event in events:
+        ends = ends_s.setdefault((event.rank, event.lane), [])
+        free = next((index for index, end_s in enumerate(ends) if end_s <= event.start_s), len(ends))
+        ends[free : free + 1] = [event.end_s]
+        threads.append((event.lane, free + 1))
+    return threads
+
+
+def _names(names: set[tuple[int, str, int]], rows: list[tuple[str, int]]) -> list[dict[str, Any]]:
     """Metadata events: what the processes and threads are called, and in which order they stand."""
     lines = []
-    for rank in sorted({event.rank for event in events}):
+    for rank in sorted({rank for rank, _, _ in names}):
         process: dict[str, Any] = {"ph": "M", "pid": _process(rank)}
         lines.append({"name": "process_name", **process, "args": {"name": f"rank {rank}"}})
         lines.append({"name": "process_sort_index", **process, "args": {"sort_index": rank}})
-        for lane in lane_order(event for event in events if event.rank == rank):
-            number = lanes.index(lane) + 1
-            thread = {**process, "tid": number}
-            lines.append({"name": "thread_name", **thread, "args": {"name": lane}})
-            lines.append({"name": "thread_sort_index", **thread, "args": {"sort_index": number}})
+        for number, (lane, index) in enumerate(rows, start=1):
+            if (rank, lane, index) in names:
+                thread = {**process, "tid": number}
+                name = lane if index == 1 else f"{lane} ({index})"
+                lines.append({"name": "thread_name", **thread, "args": {"name": name}})
+                lines.append({"name": "thread_sort_index", **thread, "args": {"sort_index": number}})
     return lines
 
 
-def _spans(events: list[Event], lanes: list[str]) -> list[dict[str, Any]]:
+def _spans(events: list[Event], rows: list[int]) -> list[dict[str, Any]]:
     """The events themselves: "X", those with start and length."""
     return [
         {
@@ -79,11 +96,11 @@ def _spans(events: list[Event], lanes: list[str]) -> list[dict[str, Any]]:
             "cat": event.lane,
             "ph": "X",
             "pid": _process(event.rank),
-            "tid": lanes.index(event.lane) + 1,
+            "tid": row + 1,
             "ts": round((event.start_s - events[0].start_s) * 1e6, 3),
             "dur": round((event.end_s - event.start_s) * 1e6, 3),
         }
-        for event in events
+        for event, row in zip(events, rows, strict=True)
     ]
 
 

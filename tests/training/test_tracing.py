@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from torch_parallel import RunConfig, train
 from torch_parallel.strategies import FROM_SCRATCH
-from torch_parallel.trace import read_chrome_trace
+from torch_parallel.trace import Event, read_chrome_trace
+from torch_parallel.training.tracing import Tracer
+from torch_parallel.transport.base import Transfer
 
 
 @pytest.mark.parametrize("strategy", list(FROM_SCRATCH))
@@ -42,11 +45,26 @@ def test_a_trace_of_all_ranks(tmp_path: Path, strategy: str) -> None:
         (event.rank, event.lane) for event in events if event.name.startswith("parameters of bucket 0,")
     )
     if servers:  # the server copies the first worker's gradient and adds the second's; the workers copy parameters
-        assert gradients == {(0, "copy"): 3, (0, "reduce"): 3}
-        assert parameters == {(1, "copy"): 3, (2, "copy"): 3}
+        assert gradients == {(0, "copy"): 3, (0, "reduce"): 3, (1, "send"): 3, (2, "send"): 3}
+        assert parameters == {(1, "copy"): 3, (2, "copy"): 3, (0, "send"): 6}
     else:  # one round each way
-        assert gradients == {(rank, lane): 3 for rank in (0, 1) for lane in ("copy", "reduce")}
+        assert gradients == {
+            (rank, lane): n for rank in (0, 1) for lane, n in (("copy", 3), ("reduce", 3), ("send", 6))
+        }
         assert not parameters
+
+
+def test_a_send_is_what_the_receiver_saw_of_it() -> None:
+    """Rank 2 waits for rank 1 from 1 s to 3 s, then adds 40 bytes until 4 s."""
+    strategy = SimpleNamespace(on_update=None)
+    communicator = SimpleNamespace(rank=2, transport=SimpleNamespace(observer=None))
+    tracer = Tracer(communicator, strategy)  # type: ignore[arg-type]
+    communicator.transport.observer(Transfer(1, 2, 40, "gradients", 5, 1.0, 3.0, 4.0, True))
+    assert sorted(tracer.events, key=lambda event: event.lane) == [
+        Event(2, "reduce", "gradients, round 5, 40 bytes from rank 1", 3.0, 4.0),
+        Event(1, "send", "gradients, round 5, 40 bytes to rank 2", 3.0, 4.0),
+        Event(2, "wait", "for rank 1: gradients", 1.0, 3.0),
+    ]
 
 
 def test_an_update_comes_after_the_exchange_and_before_the_next_step(tmp_path: Path) -> None:

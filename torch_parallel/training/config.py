@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn, get_type_hints
 
 from torch_parallel.strategies import STRATEGIES
+from torch_parallel.training import emulation
 from torch_parallel.training.optimizers import DEFAULT_LR, OPTIMIZERS
 from torch_parallel.training.schedule import SCHEDULES
 from torch_parallel.workloads import DATASETS, MODELS
@@ -80,6 +81,27 @@ class RunConfig:
     checkpoint_every: int = flag(0, "save a checkpoint every so many steps, and at the end; 0 is never")
     resume: str | None = flag(None, "checkpoint, or folder of a run, to go on from")
     trace: str | None = flag(None, "file for a Chrome trace of all ranks (opens in ui.perfetto.dev)")
+    steps_csv: str | None = flag(None, "file for what every rank's time went on in every step, and for whom it waited")
+    straggler: str | None = flag(
+        None,
+        "emulate slow workers, comma-separated: 3:4x makes rank 3's forward and backward last 4 times as long, 3:50ms "
+        "50 ms longer in each step",
+    )
+    jitter: str | None = flag(
+        None, "emulate random delays: each worker's step lasts longer by an exponential time of this mean, such as 10ms"
+    )
+    compute_ms: float = flag(0.0, "emulate slow computing: each worker's forward and backward last at least this long")
+    link: str | None = flag(
+        None,
+        "emulate links: the bandwidth of each node's NICs in each direction, such as 1gbit or 1.5GB; 3:100mbit "
+        "for node 3 alone, comma-separated; without --nodes each rank is a node",
+    )
+    latency: str | None = flag(None, "emulate the latency of each message between nodes, such as 50us")
+    nodes: int | None = flag(
+        None, "emulated nodes, filled with workers in the order of their ranks; a server is one more node of its own"
+    )
+    workers_per_node: int | None = flag(None, "workers of each emulated node (default: as --nodes and --n_gpus say)")
+    nics: int = flag(1, "NICs of each emulated node, shared by its workers in equal groups; within it memory is used")
     bucket_mb: float = flag(25.0, "MiB of gradients that are exchanged together")
     results_dir: str = flag("results/runs", "folder in which the run makes a folder for its manifest.json and runs.csv")
     deadline_s: float = flag(300.0, "seconds after which a wait for a silent rank ends the run")
@@ -112,6 +134,10 @@ class RunConfig:
         self._check("checkpoint_every", self.checkpoint_every >= 0, "it must not be < 0")
         self._check("bucket_mb", 0 < self.bucket_mb < math.inf, "it must be finite and > 0")
         self._check("deadline_s", 0 < self.deadline_s < math.inf, "it must be finite and > 0")
+        try:
+            emulation.check(self)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
     def epochs_on(self, dataset: str) -> int:
         """`epochs`, or the default for the data set of that name."""

@@ -10,11 +10,13 @@ from typing import Any
 from tqdm import tqdm
 
 from torch_parallel.devices import threads_per_worker, usable_cpus
-from torch_parallel.results import RunFolder
+from torch_parallel.results import ResultsError, RunFolder
 from torch_parallel.status import StatusBoard
+from torch_parallel.steps import StepsFile
 from torch_parallel.strategies import STRATEGIES
+from torch_parallel.training import emulation
 from torch_parallel.training.config import RunConfig
-from torch_parallel.training.record import Epoch, Saved, Started
+from torch_parallel.training.record import Epoch, Saved, Started, Steps
 from torch_parallel.training.sampler import step_count
 from torch_parallel.workloads import Dataset
 
@@ -42,6 +44,8 @@ class Display:
         self.launched_s = time.perf_counter()
         self.threads = threads_per_worker(self.processes)
         self.steps = step_count(len(dataset.train_targets), config.batch_size)
+        self.kind = "emulated" if emulation.flags(config) else "measured"
+        self.steps_file = self._steps_file(config.steps_csv) if config.steps_csv else None
         # disable=None: no bar where the output is not a terminal
         self.bar = tqdm(
             total=self.steps * config.epochs_on(dataset.name),
@@ -49,6 +53,14 @@ class Display:
             disable=None if verbose else True,
             leave=False,
         )
+
+    def _steps_file(self, path: str) -> StepsFile:
+        try:
+            return StepsFile(path, run_id=self.folder.run_id, kind=self.kind, strategy=self.config.strategy)
+        except OSError as error:
+            raise ResultsError(
+                f"--steps_csv {path}: it cannot be written ({error.strerror}); name another file"
+            ) from error
 
     def say(self, line: str) -> None:
         if self.verbose:
@@ -59,7 +71,8 @@ class Display:
         config = self.config
         workers = self.processes - self.servers
         batch = min(config.batch_size, config.train_size or config.batch_size)
-        for line in lines:
+        emulated = [f"--{name} {value}" for name, value in emulation.flags(config).items()]
+        for line in [f"emulated, not measured: {' '.join(emulated)}" if emulated else None, *lines]:
             if line:
                 self.say(line)
         server = " and 1 server" if self.servers else ""
@@ -79,7 +92,7 @@ class Display:
         done = (max(status.epoch, 1) - 1) * self.steps + min(status.samples // self.config.batch_size, self.steps)
         self.bar.update(max(0, done - self.bar.n))
 
-    def message(self, rank: int, message: Epoch | Saved | Started) -> None:
+    def message(self, rank: int, message: Epoch | Saved | Started | Steps) -> None:
         """What a worker reports: that it starts, an epoch done, or a checkpoint on disk."""
         if isinstance(message, Started):
             seconds = time.perf_counter() - self.launched_s
@@ -87,6 +100,9 @@ class Display:
             self.say(f"started in {seconds:.1f} s")
             if message.epochs_done >= self.config.epochs_on(self.dataset.name):
                 self.say(f"nothing is left to do: {message.epochs_done} epochs are done; ask for more with --epochs")
+        elif isinstance(message, Steps):
+            if self.steps_file is not None:
+                self.steps_file.append(message.steps)
         elif isinstance(message, Saved):
             self.say(f"checkpoint of step {message.step}: {message.path}")
         else:
@@ -109,12 +125,14 @@ class Display:
         )
 
     def _rows(self, epoch: Epoch) -> list[dict[str, Any]]:
-        config = self.config
+        config, links = self.config, emulation.topology(self.config)
         common = {
             **config.columns(self.dataset.name, self.model_name),
+            "kind": self.kind,
             "strategy": config.strategy,
-            "options": json.dumps({"bucket_mb": config.bucket_mb}),
+            "options": json.dumps({"bucket_mb": config.bucket_mb, **emulation.flags(config)}),
             "workers": self.processes - self.servers,
+            "nodes": links.node_count if links else 1,
             "device": self.device,
             "threads": self.threads,
             **{key: value for key, value in asdict(epoch).items() if key != "ranks"},

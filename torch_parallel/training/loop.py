@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -19,12 +20,13 @@ from torch_parallel.communicator import Communicator
 from torch_parallel.status import COMPUTING, EVALUATING, SAVING
 from torch_parallel.strategies import STRATEGIES, NotFinite, Strategy
 from torch_parallel.strategies.replicas import ReplicasDiffer, broadcast_all, check_replicas
-from torch_parallel.training import checkpoint
+from torch_parallel.training import checkpoint, emulation
 from torch_parallel.training.clock import EpochClock
 from torch_parallel.training.config import RunConfig
 from torch_parallel.training.evaluate import count_correct
 from torch_parallel.training.optimizers import make_optimizer
-from torch_parallel.training.record import Epoch, RankEpoch, Saved, Started
+from torch_parallel.training.record import Epoch, RankEpoch, Saved, Started, Steps
+from torch_parallel.training.recorder import StepRecorder, compute_ends
 from torch_parallel.training.sampler import batches, shard, step_count
 from torch_parallel.training.schedule import factor
 from torch_parallel.training.tracing import Tracer
@@ -93,6 +95,8 @@ class Trainer:
             self._restore(saved)
         if config.trace:
             self.tracer = Tracer(communicator, self.strategy)
+        self.recorder = StepRecorder(communicator, self.strategy) if config.steps_csv else None
+        self.slowdown = emulation.slowdown(config, communicator.rank)
 
     def run(self) -> dict[str, Any]:
         self.model.train()
@@ -155,15 +159,21 @@ class Trainer:
             config.learning_rate
             * factor(config.lr_schedule, self.steps_done + 1, self.total_steps, config.warmup_steps)
         )
+        if self.recorder:
+            self.recorder.begin()
         self.strategy.begin_step()
         with self._span("compute", f"step {step} of epoch {epoch}"):
+            start_s = time.perf_counter()
             for number, micro_batch in enumerate(indices.tensor_split(config.accumulate), start=1):
                 # a rank without samples exchanges all the same
                 if len(micro_batch) or self.strategy.every_rank_computes:
                     with self.strategy.synchronising(last=number == config.accumulate):
                         self._forward_and_backward(micro_batch, global_count)
+            compute_ends(start_s, self.steps_done, self.communicator.device, self.slowdown, self.recorder)
         try:
             self.strategy.step()
+            if self.recorder:
+                self.recorder.end(epoch, step)
             self.steps_done += 1
             self.samples_done += global_count
             if config.check_replicas and self.steps_done % config.check_replicas == 0:
@@ -186,6 +196,8 @@ class Trainer:
 
     def _finish_epoch(self, epoch: int, spent: RankEpoch, train_s: float, rate: float) -> None:
         """Evaluates, adds up what all ranks have seen and spent, and tells the launcher."""
+        if self.recorder:
+            self.communicator.report(Steps(self.recorder.take()))
         with self._span("evaluate", f"epoch {epoch}"):
             test_loss, correct = self._evaluate()
         own = [self.loss_sum.item(), test_loss, correct, self.strategy.skipped_steps, *spent.numbers()]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch_parallel.steps import StepTimes
+
 
 @dataclass
 class RankEpoch:
@@ -49,6 +51,13 @@ class Started:
     """The first worker is about to train: processes, models and buffers are there."""
 
     epochs_done: int  # by the run that is resumed
+
+
+@dataclass
+class Steps:
+    """What one rank recorded of the steps of an epoch."""
+
+    steps: list[StepTimes]
 
 
 @dataclass

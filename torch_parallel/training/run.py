@@ -18,7 +18,7 @@ from torch_parallel.launcher import launch
 from torch_parallel.results import RunFolder, environment
 from torch_parallel.strategies import STRATEGIES
 from torch_parallel.trace import write_chrome_trace
-from torch_parallel.training import checkpoint
+from torch_parallel.training import checkpoint, emulation
 from torch_parallel.training.config import ConfigError, RunConfig
 from torch_parallel.training.display import Display
 from torch_parallel.training.loop import TENSORS, make_job, train_worker
@@ -58,7 +58,8 @@ def train(
     """
     _refuse_a_launcher_around_this_one()
     servers = STRATEGIES[config.strategy].server_count
-    n, device, device_line = choose_processes(config.n_gpus, config.device, servers)
+    n, device, device_line = choose_processes(emulation.processes(config), config.device, servers)
+    config = replace(config, n_gpus=n)
     if dataset is None:
         dataset, data_line = load_dataset(
             config.dataset, config.data_dir, config.train_size, config.seed, config.test_size
@@ -73,7 +74,6 @@ def train(
     model_name = getattr(make_model, "__name__", "model") if model_is_given else config.model
     config = replace(
         config,
-        n_gpus=n,
         train_size=len(dataset.train_targets),
         test_size=len(dataset.test_targets),
         epochs=config.epochs_on(dataset.name),
@@ -87,6 +87,7 @@ def train(
     job, shared = make_job(config, dataset, make_model, str(folder.path / "checkpoints"), resume_from)
     display = Display(config, dataset, folder, model_name, device, verbose)
     description = {"config": asdict(config), "model": model_name, "dataset": data_line, "device": device}
+    description["emulated"] = emulation.flags(config)
     with folder.running(**environment(), **description), contextlib.closing(display):
         display.introduce([device_line, data_line, resume_line])
         results = launch(
@@ -100,6 +101,7 @@ def train(
             shared=shared,
             on_message=display.message,
             on_tick=display.tick,
+            links=emulation.topology(config),
         )
     if config.trace:
         write_chrome_trace([event for result in results for event in result["events"]], config.trace)

@@ -32,7 +32,10 @@ class Tracer:
         what = transfer.purpose or "control"
         waited = f"for rank {transfer.source}: {what}"
         done = f"{what}, round {transfer.round}, {transfer.bytes:,} bytes from rank {transfer.source}"
+        sent = f"{what}, round {transfer.round}, {transfer.bytes:,} bytes to rank {self.rank}"
         lane = "reduce" if transfer.reduce else "copy"
+        # the source does nothing while it is read from; only the reader knows when that was
+        self.events.append(Event(transfer.source, "send", sent, transfer.start_s, transfer.end_s))
         self.events.append(Event(self.rank, "wait", waited, transfer.wait_start_s, transfer.start_s))
         self.events.append(Event(self.rank, lane, done, transfer.start_s, transfer.end_s))
 

@@ -114,6 +114,8 @@ class Transport(ABC):
         self.rank = rank
         self.world_size = world_size
         self.observer: Callable[[Transfer], None] | None = None
+        self.over_link: Callable[[Pull], Pull] = lambda pull: pull
+        """What emulated links make of each receive, once, when a schedule is bound (see `links.py`)."""
         self._signals = signals
         self._unsettled: list[tuple[int, str]] = []  # who still reads, and what
         self.received_bytes = [0] * world_size
@@ -213,7 +215,7 @@ class Transport(ABC):
         rounds: list[tuple[list[int], list[Pull]]] = []
         for actions in collective.rounds(self.rank, self.world_size):
             targets = [action.to for action in actions if isinstance(action, Send)]
-            pulls = [_pull(action, buffer, bounds) for action in actions if isinstance(action, Receive)]
+            pulls = [self.over_link(_pull(action, buffer, bounds)) for action in actions if isinstance(action, Receive)]
             rounds.append((targets, pulls))
         # Only reads that the schedule's own messages do not prove finished need a signal of their own.
         unfinished = _unfinished_reads(collective, self.world_size)

@@ -8,19 +8,24 @@ import time
 import torch
 from torch import Tensor
 
+from torch_parallel.topology import Topology
 from torch_parallel.transport.base import Signals, Transport, WaitTimeout
+from torch_parallel.transport.links import EmulatedLinks
 
 
 class LocalGroup:
     """What the threads of one group share. Give each thread `group.transport(rank)`."""
 
-    def __init__(self, world_size: int, deadline_s: float = 10.0) -> None:
+    def __init__(self, world_size: int, deadline_s: float = 10.0, links: Topology | None = None) -> None:
         self.world_size = world_size
         self.deadline_s = deadline_s
         self.changed = threading.Condition()
         self.counts: dict[tuple[int, int, int], int] = {}
         self.buffers: list[list[Tensor]] = []
         self.texts: dict[tuple[int, int], str] = {}
+        self.links = links
+        self.link_clocks = memoryview(bytearray(EmulatedLinks.bytes_needed(links)))
+        self.link_lock = threading.Lock()
 
     def transport(self, rank: int) -> LocalTransport:
         return LocalTransport(self, rank)
@@ -55,6 +60,9 @@ class LocalTransport(Transport):
         self._group = group
         self._shares = 0
         self._agreements = 0
+        if group.links is not None:
+            links = EmulatedLinks(group.links, rank, group.link_clocks, group.link_lock, group.deadline_s)
+            self.over_link = links.slowed
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
         with self._group.changed:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from torch_parallel.status import StatusBoard
+from torch_parallel.topology import Topology
 from torch_parallel.transport.arena import Arena, page_aligned
 from torch_parallel.transport.base import TEXT_LIMIT, Signals, Transport
+from torch_parallel.transport.links import EmulatedLinks, FileLock
 from torch_parallel.transport.signals import Inboxes, PipeSignals, SequenceNumbers, stores_are_ordered
 
 _TEXT_BYTES = TEXT_LIMIT + 56
@@ -19,27 +21,28 @@ _TEXT_BYTES = TEXT_LIMIT + 56
 class Wiring:
     """What the launcher lays out before the workers start and every process of the run inherits.
 
-    The arena begins with three tables: the counters of `SequenceNumbers`, the status board, and what each rank last
-    agreed to do. `inboxes` is None where sequence numbers serve.
+    The arena begins with four tables: the counters of `SequenceNumbers`, the status board, what each rank last agreed
+    to do, and the clocks of emulated links. `inboxes` is None where sequence numbers serve, `links` where links are not
+    emulated.
     """
 
     world_size: int
     arena: Arena
-    offsets: tuple[int, int, int]
+    offsets: tuple[int, ...]
     inboxes: Inboxes | None
+    links: Topology | None = None
 
     @classmethod
-    def create(cls, world_size: int, pipes: bool | None = None) -> Wiring:
+    def create(cls, world_size: int, pipes: bool | None = None, links: Topology | None = None) -> Wiring:
         """`pipes` chooses how to signal; None means sequence numbers where the processor allows them."""
         arena = Arena.create()
-        sizes = _table_bytes(world_size)
-        offsets = (arena.allocate(sizes[0]), arena.allocate(sizes[1]), arena.allocate(sizes[2]))
+        offsets = tuple(arena.allocate(size) for size in _table_bytes(world_size, links))
         arena.take(0, arena.next_byte)
         with_pipes = not stores_are_ordered() if pipes is None else pipes
-        return cls(world_size, arena, offsets, Inboxes.create(world_size) if with_pipes else None)
+        return cls(world_size, arena, offsets, Inboxes.create(world_size) if with_pipes else None, links)
 
     def table(self, index: int) -> memoryview:
-        return self.arena.map(self.offsets[index], _table_bytes(self.world_size)[index])
+        return self.arena.map(self.offsets[index], _table_bytes(self.world_size, self.links)[index])
 
     def status_board(self) -> StatusBoard:
         return StatusBoard(self.table(1), self.world_size)
@@ -50,11 +53,12 @@ class Wiring:
             self.inboxes.close()
 
 
-def _table_bytes(world_size: int) -> tuple[int, int, int]:
+def _table_bytes(world_size: int, links: Topology | None) -> tuple[int, ...]:
     return (
         SequenceNumbers.bytes_needed(world_size),
         StatusBoard.bytes_needed(world_size),
         2 * world_size * _TEXT_BYTES,
+        EmulatedLinks.bytes_needed(links),
     )
 
 
@@ -72,6 +76,9 @@ class SharedMemoryTransport(Transport):
         self._arena = wiring.arena
         self._texts = wiring.table(2)
         self._agreements = 0
+        if wiring.links is not None:
+            lock = FileLock(wiring.arena.fd, deadline_s)
+            self.over_link = EmulatedLinks(wiring.links, rank, wiring.table(3), lock, deadline_s).slowed
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """Each rank's part begins on a page of its own; the parts of all ranks are one mapping."""

@@ -1,0 +1,131 @@
+"""The flags that slow a run down on purpose: what they mean together, and what cannot be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch_parallel.strategies import BUILTIN, STRATEGIES
+from torch_parallel.topology import Topology
+from torch_parallel.training.straggler import Slowdown, parse_stragglers
+from torch_parallel.units import parse_seconds
+
+if TYPE_CHECKING:
+    from torch_parallel.training.config import RunConfig
+
+COMPUTE = ("straggler", "jitter", "compute_ms")
+LINKS = ("link", "latency", "nodes", "workers_per_node", "nics")
+
+
+def flags(config: RunConfig, names: tuple[str, ...] = COMPUTE + LINKS) -> dict[str, Any]:
+    """Those that were given, with their values; empty where all that the run measures is real."""
+    given = {name: getattr(config, name) for name in names}
+    return {name: value for name, value in given.items() if value != type(config).__dataclass_fields__[name].default}
+
+
+def check(config: RunConfig) -> None:
+    """Raises ValueError with one line: the flag, its value, and what would do."""
+    builtin, links = config.strategy in BUILTIN, config.link is not None or config.latency is not None
+    of_nodes = "it says something of emulated nodes: give --nodes too"
+    unlike = f"{config.strategy} exchanges by torch's own means, which know no emulated links: take another --strategy"
+    for name, good, why in (
+        ("compute_ms", 0 <= config.compute_ms < math.inf, "it must be finite and not < 0"),
+        ("steps_csv", config.steps_csv is None or not builtin, f"what {config.strategy} waits for cannot be seen"),
+        ("link", config.link is None or not builtin, unlike),
+        ("latency", config.latency is None or not builtin, unlike),
+        ("nodes", config.nodes is None or config.nodes >= 1, "at least 1 node is needed"),
+        (
+            "nodes",
+            config.nodes is None or links,
+            "nodes differ by the links between them: give --link or --latency too",
+        ),
+        ("workers_per_node", (config.workers_per_node or 1) >= 1, "at least 1 worker is needed"),
+        ("workers_per_node", config.workers_per_node is None or config.nodes is not None, of_nodes),
+        ("nics", config.nics == 1 or config.nodes is not None, of_nodes),
+    ):
+        if not good:
+            raise ValueError(f"--{name} {getattr(config, name)}: {why}")
+    _check_count(config)
+    topology(config)
+    _stragglers(config)
+    _jitter_s(config)
+
+
+def _check_count(config: RunConfig) -> None:
+    if config.workers_per_node is not None and config.n_gpus not in (None, on_all_nodes := _on_all_nodes(config)):
+        raise ValueError(
+            f"--n_gpus {config.n_gpus}: --nodes {config.nodes} --workers_per_node {config.workers_per_node} are "
+            f"{on_all_nodes} processes, servers included: leave one of the three out"
+        )
+
+
+def _on_all_nodes(config: RunConfig) -> int:
+    return (config.nodes or 0) * (config.workers_per_node or 0) + STRATEGIES[config.strategy].server_count
+
+
+def processes(config: RunConfig) -> int | None:
+    """How many are asked for, by `n_gpus` or by the emulated nodes; None where nothing is said."""
+    return _on_all_nodes(config) if config.n_gpus is None and config.workers_per_node is not None else config.n_gpus
+
+
+def topology(config: RunConfig) -> Topology | None:
+    """The emulated links; None where there are none, or the number of processes is not known yet. Raises ValueError."""
+    n, given = processes(config), flags(config, LINKS)
+    if n is None or not given:
+        return None
+    servers = STRATEGIES[config.strategy].server_count
+    links: Topology = _explained(
+        given,
+        lambda: Topology.of(n, config.link or "", config.latency or "0s", config.nodes, config.nics, servers),
+    )
+    return links
+
+
+def slowdown(config: RunConfig, rank: int) -> Slowdown | None:
+    """What makes the compute of this rank last longer; None where nothing does, as on a server."""
+    if not flags(config, COMPUTE) or rank < STRATEGIES[config.strategy].server_count:
+        return None
+    return replace(
+        _stragglers(config).get(rank, Slowdown()),
+        at_least_s=config.compute_ms / 1e3,
+        jitter_s=_jitter_s(config),
+        seed=f"{config.seed} {rank}",
+    )
+
+
+def _stragglers(config: RunConfig) -> dict[int, Slowdown]:
+    if config.straggler is None:
+        return {}
+    text = config.straggler
+    stragglers: dict[int, Slowdown] = _explained({"straggler": text}, lambda: parse_stragglers(text))
+    servers = STRATEGIES[config.strategy].server_count
+    for rank in stragglers:
+        if rank < servers:
+            raise ValueError(
+                f"--straggler {config.straggler}: rank {rank} is a server, which computes nothing: take a worker"
+            )
+        if config.n_gpus is not None and rank >= STRATEGIES[config.strategy].process_count(config.n_gpus):
+            last = STRATEGIES[config.strategy].process_count(config.n_gpus) - 1
+            raise ValueError(
+                f"--straggler {config.straggler}: there is no rank {rank}: workers are {servers} to {last}"
+            )
+    return stragglers
+
+
+def _jitter_s(config: RunConfig) -> float:
+    """Its mean."""
+    if config.jitter is None:
+        return 0.0
+    text = config.jitter
+    return float(_explained({"jitter": text}, lambda: parse_seconds(text)))
+
+
+def _explained(given: dict[str, Any], parse: Callable[[], Any]) -> Any:
+    """What `parse` makes of these flags; its ValueError names them."""
+    try:
+        return parse()
+    except ValueError as error:
+        said = " ".join(f"--{name} {value}" for name, value in given.items())
+        raise ValueError(f"{said}: {error}") from None
