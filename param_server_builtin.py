@@ -77,8 +77,11 @@ def train(config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
 
 def main() -> None:
     config = RunConfig(**vars(command_line_parser(__doc__ or "").parse_args()))
-    if any(getattr(config, name) for name in NOT_HERE) or config.accumulate > 1 or config.lr_schedule != "constant":
-        raise ConfigError(f"this control has none of --{', --'.join(NOT_HERE)}, --accumulate, --lr_schedule")
+    changed = config.accumulate > 1 or config.lr_schedule != "constant" or config.aggregate != "weighted"
+    if changed or any(getattr(config, name) for name in NOT_HERE):
+        raise ConfigError(
+            f"this control has none of --{', --'.join(NOT_HERE)}, --accumulate, --lr_schedule, --aggregate"
+        )
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     device = "cuda" if config.device == "cuda" or gpus else "cpu"
     n = config.n_gpus or max(gpus, 2)

@@ -159,8 +159,11 @@ def main() -> None:
         config, n_gpus=world_size, device=device, train_size=count, test_size=len(dataset.test_targets)
     )
     unsupported = ("resume", "clip_norm", "checkpoint_every", "check_replicas")
-    if any(getattr(config, name) for name in unsupported) or config.accumulate > 1 or config.lr_schedule != "constant":
-        raise ConfigError(f"this control has none of --{', --'.join(unsupported)}, --accumulate, --lr_schedule")
+    changed = config.accumulate > 1 or config.lr_schedule != "constant" or config.aggregate != "weighted"
+    if changed or any(getattr(config, name) for name in unsupported):
+        raise ConfigError(
+            f"this control has none of --{', --'.join(unsupported)}, --accumulate, --lr_schedule, --aggregate"
+        )
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     except (RuntimeError, dist.DistNetworkError):

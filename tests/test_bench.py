@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from torch_parallel import bench, launch
-from torch_parallel.bench import Timing
+from torch_parallel.bench import all_reduce
+from torch_parallel.bench.all_reduce import Timing
 from torch_parallel.collectives import ALL_REDUCE
 from torch_parallel.communicator import Communicator
 from torch_parallel.training.config import ConfigError
@@ -71,7 +72,7 @@ def errors_of_ways(communicator: Communicator) -> list[float]:
     expected = 2 * torch.arange(8.0).double() + 1
     target = torch.empty(8)
     ways = {"right": (target, partial(communicator.all_reduce, target)), "wrong": (target, lambda: None)}
-    _, errors = bench._alternate(communicator, ways, mine, expected, repeats=3)
+    _, errors = all_reduce._alternate(communicator, ways, mine, expected, repeats=3)
     return errors.tolist()
 
 

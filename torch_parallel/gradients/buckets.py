@@ -47,6 +47,10 @@ class Bucket:
         """The flat gradients, [numel], without the use marks."""
         return self.flat[: self.numel]
 
+    def named_views(self) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter's name and gradient."""
+        return ((name, view) for (name, _), view in zip(self.parameters, self.views, strict=True))
+
     def zero(self) -> None:
         """Ready for a new step. The transport must be settled: peers read this memory in the last one."""
         self.flat.zero_()

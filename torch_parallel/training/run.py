@@ -125,7 +125,7 @@ def _checkpoint_to_resume(config: RunConfig, dataset_name: str) -> tuple[str, st
     """
     path = checkpoint.find(str(config.resume))
     content = checkpoint.load(path)
-    saved = content["config"] | {"dataset": content["dataset"]}
+    saved = asdict(RunConfig()) | content["config"] | {"dataset": content["dataset"]}
     ours = asdict(config) | {"dataset": dataset_name}
     for name in ("model", "dataset", "train_size", "seed", "optimizer", "dtype"):
         if ours[name] != saved[name]:
@@ -133,7 +133,7 @@ def _checkpoint_to_resume(config: RunConfig, dataset_name: str) -> tuple[str, st
                 f"--resume {path}: it was made with --{name} {saved[name]}, and this run has {ours[name]}; "
                 f"give --{name} {saved[name]}"
             )
-    training = ("batch_size", "lr", "momentum", "weight_decay", "lr_schedule", "warmup_steps", "clip_norm")
+    training = ("batch_size", "lr", "momentum", "weight_decay", "lr_schedule", "warmup_steps", "clip_norm", "aggregate")
     changed = [f"{name} {saved[name]} -> {ours[name]}" for name in training if ours[name] != saved[name]]
     return str(path), f"going on from {path}" + (f"; changed: {', '.join(changed)}" if changed else "")
 
