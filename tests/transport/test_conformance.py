@@ -218,7 +218,7 @@ def hammer(transport: Transport, repetitions: int, numel: int, seed: int) -> lis
         everyone = [digits(r, repetition, numel) for r in range(world_size)]
         if name in ALL_REDUCE:
             where, expected = slice(None), torch.stack(everyone).sum(0)
-        elif name == "ring_reduce_scatter":
+        elif name in ("ring_reduce_scatter", "direct_reduce_scatter"):
             where, expected = mine, torch.stack(everyone).sum(0)[mine]
         elif name == "ring_all_gather":
             owned = [slice(numel * r // world_size, numel * (r + 1) // world_size) for r in range(world_size)]
