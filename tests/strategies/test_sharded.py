@@ -196,8 +196,8 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.single = nn.Parameter(torch.zeros(3))
-        self.double = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+        self.narrow = nn.Parameter(torch.zeros(3))
+        self.wide = nn.Parameter(torch.zeros(5, dtype=torch.float64))
 
 
 def mixed_types(communicator: Communicator, clip_norm: float | None) -> list[list[float]]:
@@ -207,9 +207,9 @@ def mixed_types(communicator: Communicator, clip_norm: float | None) -> list[lis
     )
     for _ in range(2):
         strategy.begin_step()
-        ((model.single.sum() + model.double.sum()) / communicator.world_size).backward()
+        ((model.narrow.sum() + model.wide.sum()) / communicator.world_size).backward()
         strategy.step()
-    return [model.single.tolist(), model.double.tolist()]
+    return [model.narrow.tolist(), model.wide.tolist()]
 
 
 @pytest.mark.parametrize("n", [2, 3])

@@ -56,6 +56,8 @@ class Strategy(ABC):
     server_count: ClassVar[int] = 0
     options: ClassVar[tuple[str, ...]] = ()
     """Fields of the run's configuration that this strategy is made with, beside those that all have."""
+    common_parameters: ClassVar[bool] = False
+    """Whether the parameters of all ranks are one memory."""
     every_rank_computes: ClassVar[bool] = False
     """Whether a rank without samples takes part in forward and backward too, with an empty batch."""
 
