@@ -202,6 +202,7 @@ class FromScratch(Strategy):
 
     def _stop_if_not_finite(self) -> None:
         for bucket in self.buckets:
+            bucket.complete()
             if (name := _not_finite(bucket.gradients, bucket.named_views())) is not None:
                 raise NotFinite(f"the gradient of {name} is NaN or infinite")
 
