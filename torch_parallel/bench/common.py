@@ -15,10 +15,9 @@ from torch_parallel.results import RunFolder, environment
 
 def start_gloo(communicator: Communicator, store: str) -> None:
     """A group of all workers, by way of a file, so that no port has to be chosen. Servers are not in it."""
-    if not communicator.is_server:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=communicator.worker_index, world_size=communicator.worker_count
-        )
+    rank, world_size = communicator.worker_index, communicator.worker_count
+    if rank is not None:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
 
 
 def recorded(folder: RunFolder, n: int, **entries: Any) -> AbstractContextManager[None]:

@@ -256,7 +256,7 @@ class FromScratch(Strategy):
 def norm_of(tensors: list[Tensor]) -> float:
     """The norm of all of them together, in float64, whose range holds the squares of any float32."""
     norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
-    return torch.linalg.vector_norm(torch.stack(norms)).item()
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
 def _not_finite(gradients: Tensor, parts: Iterable[tuple[str, Tensor]]) -> str | None:
