@@ -139,7 +139,8 @@ def time_steps(
 def _difference(ours: nn.Module, theirs: nn.Module) -> float:
     """The largest over the tensors, as a part of the tensor's norm."""
     pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-    return max(float((our - their).norm() / their.norm()) for our, their in pairs)
+    with torch.no_grad():
+        return max(float((our - their).norm() / their.norm()) for our, their in pairs)
 
 
 def measure_memory(communicator: Communicator, setting: Setting, name: str, steps: int, store: str) -> int | None:
