@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import pytest
 import torch
 
 from torch_parallel import bench, launch
-from torch_parallel.bench import Timing
+from torch_parallel.bench import all_reduce, step
+from torch_parallel.bench.all_reduce import Timing
 from torch_parallel.collectives import ALL_REDUCE
 from torch_parallel.communicator import Communicator
+from torch_parallel.strategies import FROM_SCRATCH
 from torch_parallel.training.config import ConfigError
 
 
@@ -71,7 +74,7 @@ def errors_of_ways(communicator: Communicator) -> list[float]:
     expected = 2 * torch.arange(8.0).double() + 1
     target = torch.empty(8)
     ways = {"right": (target, partial(communicator.all_reduce, target)), "wrong": (target, lambda: None)}
-    _, errors = bench._alternate(communicator, ways, mine, expected, repeats=3)
+    _, errors = all_reduce._alternate(communicator, ways, mine, expected, repeats=3)
     return errors.tolist()
 
 
@@ -106,6 +109,45 @@ def test_an_epoch_beside_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert float(ratio[2]) == pytest.approx(manifest["largest_difference_of_parameters"], rel=0.1)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_steps_beside_ddp(optimizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server too, which is one process more. The sides train the same: their parameters differ by rounding."""
+    bench.main(
+        ["step", "--strategy", *FROM_SCRATCH, "--parameters_m", "0.1", "--steps", "2", "--repeats", "3"]
+        + ["--optimizer", optimizer, "--batch_size", "5", "--results_dir", str(tmp_path)]
+    )
+    rows, manifest = figures(tmp_path)
+    assert [(row["side"], row["beside"]) for row in rows] == [
+        pair for name in FROM_SCRATCH for pair in ((name, "ddp"), ("ddp", name))
+    ]
+    assert 95_000 < manifest["parameters"] < 105_000
+    assert (manifest["status"], manifest["n"]) == ("completed", 2)
+    output = capsys.readouterr().out.splitlines()
+    for ours, theirs, lines in zip(rows[::2], rows[1::2], zip(output[1::2], output[2::2], strict=False), strict=True):
+        for row, line in zip((ours, theirs), lines, strict=True):
+            times = json.loads(row["all_s"])
+            assert len(times) == 3 and min(times) > 0
+            assert float(row["median_s"]) == pytest.approx(sorted(times)[1], abs=1e-6)
+            assert float(row["steps_per_s"]) == pytest.approx(1 / sorted(times)[1], rel=1e-3)
+            assert float(row["difference_of_parameters"]) < 1e-4
+            assert row["side"] in line and row["times_faster_than_ddp"][:3] in line
+            if sys.platform == "linux":
+                assert 2**20 < int(row["pss_bytes"]) < 2**34
+        ratio = float(theirs["median_s"]) / float(ours["median_s"])
+        assert float(ours["times_faster_than_ddp"]) == pytest.approx(ratio, rel=1e-2)
+        assert float(theirs["times_faster_than_ddp"]) == float(theirs["part_of_ddps_memory"] or 1) == 1
+
+
+@pytest.mark.parametrize("parameters", [1_000, 100_000, 25_000_000])
+def test_the_model_has_about_the_size_asked_for(parameters: int) -> None:
+    """To half a neuron of each hidden layer, which is 784 + 2 h parameters more or less."""
+    with torch.device("meta"):
+        model = step.Setting(parameters, 8, "sgd").make_model()
+    sizes = [each.numel() for each in model.parameters()]
+    width = sizes[1]
+    assert abs(sum(sizes) - parameters) <= 784 + 4 * width + 20
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -115,6 +157,11 @@ def test_an_epoch_beside_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["epoch", "--n_gpus", "0"], "--n_gpus 0"),
         (["epoch", "--batch_size", "0"], "--batch_size 0"),
         (["epoch", "--repeats", "0"], "--repeats 0"),
+        (["step", "--n_gpus", "0"], "--n_gpus 0"),
+        (["step", "--repeats", "0"], "--repeats 0"),
+        (["step", "--steps", "0"], "--steps 0"),
+        (["step", "--batch_size", "1"], "--batch_size 1: each of the 2 workers"),
+        (["step", "--parameters_m", "nan"], "--parameters_m nan"),
     ],
 )
 def test_what_cannot_be_timed(arguments: list[str], said: str, tmp_path: Path) -> None:

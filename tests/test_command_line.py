@@ -258,8 +258,9 @@ def test_help_of_the_other_commands(capsys: pytest.CaptureFixture[str], monkeypa
 
     expected: dict[tuple[str, ...], list[str]] = {
         ("--help",): list(commands.COMMANDS),
-        ("bench", "--help"): ["all_reduce", "epoch", "--n_gpus"],
+        ("bench", "--help"): ["all_reduce", "epoch", "step", "--n_gpus"],
         ("bench", "all_reduce", "--help"): ["--n_gpus", "--largest_mb", "--results_dir"],
+        ("bench", "step", "--help"): ["--strategy", "--parameters_m", "--optimizer", "--steps"],
         ("bench", "epoch", "--help"): ["--model", "--batch_size", "--repeats", "--dataset"],
     }
     for arguments, words in expected.items():

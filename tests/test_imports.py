@@ -19,7 +19,7 @@ LAYERS = {
     "transport": {"transport"},
     "communicator": {"communicator"},
     "gradients": {"gradients"},
-    "processes": {"fork_server", "worker", "worker_process", "launcher", "preflight"},
+    "processes": {"fork_server", "huge_pages", "worker", "worker_process", "launcher", "preflight"},
     "strategies": {"strategies"},
     "workloads": {"workloads"},
     "training": {"training"},

@@ -24,6 +24,7 @@ from typing import Any
 
 PRELOAD = [
     "torch_parallel.lifeline",  # first, see there
+    "torch_parallel.huge_pages",  # before torch
     "torch_parallel.worker",
     "torch_parallel.training.loop",
     "torch._dynamo",  # a second's worth of modules that the first optimizer of a process imports

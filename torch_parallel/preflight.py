@@ -31,18 +31,26 @@ class Needs:
     data_bytes: int
     launcher_descriptors: int
     worker_descriptors: int
+    common_bytes: int = 0  # of the parameters, where all processes have them in one memory
 
     @property
     def shared_bytes(self) -> int:
-        return self.ranks * self.bytes_per_rank + self.data_bytes
+        return self.ranks * self.bytes_per_rank + self.common_bytes + self.data_bytes
 
 
 def needs(
-    make_model: Callable[[], nn.Module], itemsize: int, n: int, has_server: bool, bucket_bytes: int, data_bytes: int
+    make_model: Callable[[], nn.Module],
+    itemsize: int,
+    n: int,
+    has_server: bool,
+    bucket_bytes: int,
+    data_bytes: int,
+    common_parameters: bool = False,
 ) -> Needs | None:
     """What a run of `n` processes takes; None for a model that cannot be built without memory to find out.
 
-    Every rank shares its gradients and a use mark for each parameter; with a server also its parameters.
+    Every rank shares its gradients and a use mark for each parameter; with a server also its parameters, unless all
+    have them in common.
     """
     try:
         with torch.device("meta"):  # tensors with shapes and no memory
@@ -58,6 +66,7 @@ def needs(
         data_bytes=data_bytes,
         launcher_descriptors=LAUNCHER_DESCRIPTORS + n * DESCRIPTORS_PER_WORKER,
         worker_descriptors=WORKER_DESCRIPTORS,
+        common_bytes=elements * itemsize if common_parameters else 0,
     )
 
 

@@ -135,6 +135,24 @@ def test_reduce_and_broadcast_literally() -> None:
     assert list(broadcast.rounds(3, 4)) == [[Receive(2, whole, False)]]
 
 
+# ---- the direct one, by hand ----
+
+
+def test_direct_reduce_scatter_literally() -> None:
+    assert rounds_of("direct_reduce_scatter", 1, 3) == [
+        [
+            Send(0, range(0, 1)),
+            Send(2, range(2, 3)),
+            Receive(0, range(1, 2), reduce=True),
+            Receive(2, range(1, 2), reduce=True),
+        ]
+    ]
+    direct = COLLECTIVES["direct_reduce_scatter"]
+    # 10 in three chunks of 4, 3, 3: each rank sends the two that are not its own
+    assert [direct.sent_elements(rank, 3, 10) for rank in range(3)] == [6, 7, 7]
+    assert [direct.message_count(rank, 3) for rank in range(3)] == [2, 2, 2]
+
+
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_one_rank_alone_does_nothing(name: str) -> None:
     assert rounds_of(name, 0, 1) == []
@@ -199,6 +217,7 @@ def test_what_each_collective_promises_by_hand() -> None:
         "ring": [[everyone] * 3] * 3,
         "ring_reduce_scatter": [[everyone, None, None], [None, everyone, None], [None, None, everyone]],
         "ring_all_gather": [[{0}, {1}, {2}]] * 3,
+        "direct_reduce_scatter": [[everyone, None, None], [None, everyone, None], [None, None, everyone]],
         "reduce": [[everyone], [None], [None]],
         "push": [[{1, 2}], [None], [None]],
         "broadcast": [[{0}]] * 3,

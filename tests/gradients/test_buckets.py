@@ -81,10 +81,25 @@ def test_backward_writes_into_the_flat_buffer_and_marks_what_was_used() -> None:
     assert bucket.shared.local.tolist() == [3, 3, 0, 1, 0]
     bucket.collect()
     assert used.grad is not None and used.grad.tolist() == [3, 3]
+    assert used.grad.data_ptr() == bucket.flat.data_ptr()
     assert unused.grad is None
+
+
+def test_nothing_of_the_last_step_is_left() -> None:
+    """A parameter used in one step and not in the next, while another starts anew."""
+    first, second = Parameter(torch.tensor([1.0, 2.0])), Parameter(torch.tensor([5.0]))
+    bucket = Bucket(0, named(first, second), share)
     bucket.zero()
-    assert bucket.shared.local.tolist() == [0, 0, 0, 0, 0]
-    assert unused.grad is not None  # a view again, ready to be added to
+    (3 * first).sum().backward()
+    second.sum().backward()
+    bucket.publish()
+    assert bucket.shared.local.tolist() == [3, 3, 1, 1, 1]
+    bucket.zero()
+    (4 * second).sum().backward()
+    bucket.complete()
+    assert bucket.gradients.tolist() == [0, 0, 4]
+    bucket.publish()
+    assert bucket.shared.local.tolist() == [0, 0, 4, 0, 1]
 
 
 def test_a_mark_of_any_rank_keeps_the_gradient() -> None:

@@ -71,7 +71,11 @@ SETTINGS = [
     *((model, optimizer, torch.float64, 1e-12) for model in MODELS for optimizer in OPTIMIZERS),
     *((model, "sgd", torch.float32, 1e-6) for model in MODELS),
 ]
-PROCESS_COUNTS = {"ring_all_reduce": (1, 2, 3, 4), "param_server": (2, 3, 5)}
+PROCESS_COUNTS = {
+    "ring_all_reduce": (1, 2, 3, 4),
+    "param_server": (2, 3, 5),
+    "sharded_param_server": (1, 2, 3, 4),
+}
 
 
 def samples(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:

@@ -78,3 +78,60 @@ def test_workers_push_gradients_to_the_server_and_pull_parameters_from_it(n: int
             expected[worker, 0, (numel + parameters) * FLOAT, f"gradients of bucket {index}", 0] += 1
             expected[0, worker, numel * FLOAT, f"parameters of bucket {index}", 0] += 1
     assert Counter(transfers) == expected
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_each_shard_is_read_once_by_its_owner_and_nothing_else_is_sent(n: int) -> None:
+    """One bucket, whatever its size; each rank reads its chunk of the gradients from each other rank."""
+    transfers, buckets = record("sharded_param_server", n)
+    ((numel, _),) = buckets
+    assert numel == 10 + 840 + 84 + 10080 + 120 + 7680 + 16 + 2400 + 6 + 150
+    sizes = [len(part) for part in torch.arange(numel).tensor_split(n)]
+    expected = Counter(
+        (source, rank, sizes[rank] * FLOAT, "gradients of bucket 0", 0)
+        for rank in range(n)
+        for source in range(n)
+        if source != rank
+    )
+    assert Counter(transfers) == expected
+    assert sum(nbytes for _, _, nbytes, _, _ in transfers) == (n - 1) * numel * FLOAT
+
+
+def sharded_steps(communicator: Communicator, clip_norm: float | None) -> tuple[list[Counter], list]:
+    """(kind, to) of the signals that this rank posts in each of three steps, and the messages that are no gradients."""
+    model = build_model("cnn", (1, 8, 8), 10)
+    strategy = FROM_SCRATCH["sharded_param_server"](
+        model, lambda named: torch.optim.SGD([each for _, each in named], lr=0.1), communicator, clip_norm=clip_norm
+    )
+    transport = communicator.transport
+    post, posted, others = transport._signals.post, [], []
+
+    def counted(kind: int, peer: int) -> None:
+        posted[-1][kind, peer] += 1
+        post(kind, peer)
+
+    def observe(transfer) -> None:
+        if not transfer.purpose.startswith("gradients"):
+            others.append((transfer.source, transfer.bytes, transfer.purpose))
+
+    transport._signals.post = counted  # type: ignore[method-assign]
+    transport.observer = observe
+    for _ in range(3):
+        posted.append(Counter())
+        strategy.begin_step()
+        cross_entropy(model(torch.randn(4, 1, 8, 8)), torch.arange(4), reduction="sum").backward()
+        strategy.step()
+    return posted, others
+
+
+def test_a_sharded_step_takes_two_signals_for_each_pair_of_ranks() -> None:
+    """Backward is done; and: I have read yours and written mine."""
+    for rank, (steps, others) in enumerate(launch(sharded_steps, 3, None, deadline_s=30)):
+        assert steps == [Counter({(kind, peer): 1 for kind in (0, 1) for peer in range(3) if peer != rank})] * 3
+        assert others == []
+
+
+def test_clipping_adds_the_exchange_of_one_number_a_rank() -> None:
+    """P - 1 messages of 8 bytes around the ring in each step."""
+    for rank, (_, others) in enumerate(launch(sharded_steps, 4, 1.0, deadline_s=30)):
+        assert others == [((rank - 1) % 4, 8, "norms of the shards")] * 3 * 3

@@ -55,9 +55,8 @@ def test_micro_batches_give_the_same_weights_and_no_more_messages(
         train(configuration, verbose=False, worker_function=count_messages)
     first_worker = FROM_SCRATCH[strategy].server_count
     whole = results[1]
-    assert (
-        sum(each["messages"] for each in whole) == {"ring_all_reduce": 2 * 2, "param_server": 2}[strategy] * 8
-    )  # steps
+    of_a_step = {"ring_all_reduce": 2 * 2, "param_server": 2, "sharded_param_server": 2}[strategy]
+    assert sum(each["messages"] for each in whole) == of_a_step * 8  # steps
     for accumulate in (2, 3, 7):
         assert [each["messages"] for each in results[accumulate]] == [each["messages"] for each in whole]
         for name, value in whole[first_worker]["weights"].items():

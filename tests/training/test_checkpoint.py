@@ -102,6 +102,9 @@ def test_two_epochs_and_two_more_are_four(tmp_path: Path, strategy: str) -> None
         (("ring_all_reduce", 2, 25.0), ("ring_all_reduce", 4, 0.01)),
         (("ring_all_reduce", 3, 0.01), ("param_server", 2, 25.0)),
         (("param_server", 2, 0.01), ("ring_all_reduce", 1, 25.0)),
+        (("sharded_param_server", 3, 25.0), ("sharded_param_server", 2, 25.0)),
+        (("sharded_param_server", 2, 25.0), ("ring_all_reduce", 3, 0.01)),
+        (("param_server", 2, 0.01), ("sharded_param_server", 4, 25.0)),
     ],
 )
 def test_another_number_of_workers_strategy_and_bucket_size(tmp_path: Path, before: tuple, after: tuple) -> None:

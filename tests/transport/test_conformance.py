@@ -77,7 +77,7 @@ def promised(name: str, rank: int, world_size: int, numel: int, dtype: torch.dty
     unchanged = [(whole, (rank + 1) * unit)]
     if name in ALL_REDUCE:
         parts = [(whole, total * unit)]
-    elif name == "ring_reduce_scatter":
+    elif name in ("ring_reduce_scatter", "direct_reduce_scatter"):
         parts = [(chunks[rank], total * unit[chunks[rank]])]
     elif name == "ring_all_gather":
         parts = [(chunk, (owner + 1) * unit[chunk]) for owner, chunk in enumerate(chunks)]
@@ -218,7 +218,7 @@ def hammer(transport: Transport, repetitions: int, numel: int, seed: int) -> lis
         everyone = [digits(r, repetition, numel) for r in range(world_size)]
         if name in ALL_REDUCE:
             where, expected = slice(None), torch.stack(everyone).sum(0)
-        elif name == "ring_reduce_scatter":
+        elif name in ("ring_reduce_scatter", "direct_reduce_scatter"):
             where, expected = mine, torch.stack(everyone).sum(0)[mine]
         elif name == "ring_all_gather":
             owned = [slice(numel * r // world_size, numel * (r + 1) // world_size) for r in range(world_size)]
@@ -443,6 +443,82 @@ def test_ranks_that_share_different_buffers_are_told_so(kind: str) -> None:
         f"rank 1 wants to {five}, but rank 2 wants to {six}: {advice}",
         f"rank 2 wants to {six}, but rank 0 wants to {five}: {advice}",
     ]
+
+
+# ---- one buffer for all, and acknowledging later ----
+
+
+def write_in_common(transport: Transport, numel: int, dtype: torch.dtype) -> tuple[list[float], list[float]]:
+    """What a rank finds in the common buffer before and after every rank wrote its own elements of it."""
+    own = transport.share(3, dtype)  # buffers of both kinds lie beside each other
+    common = transport.share_common(numel, dtype)
+    behind = transport.share_common(4, dtype)
+    before = common.tolist()
+    transport.agree("have looked at the zeros")
+    common[transport.rank :: transport.world_size] = transport.rank + 1
+    transport.agree("have written")
+    after = common.tolist()
+    assert not own.local.count_nonzero() and not behind.count_nonzero()
+    return before, after
+
+
+@every_transport
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_all_ranks_write_and_read_one_buffer(kind: str, dtype: torch.dtype) -> None:
+    for before, after in on_all_ranks(kind, 3, write_in_common, 7, dtype):
+        assert before == [0] * 7
+        assert after == [1, 2, 3, 1, 2, 3, 1]
+    assert on_all_ranks(kind, 3, write_in_common, 0, dtype) == [([], [])] * 3
+
+
+def share_differently(transport: Transport, in_common: int) -> str:
+    """Rank `in_common` asks for a common buffer, the others for one of each rank."""
+    share = transport.share_common if transport.rank == in_common else transport.share
+    try:
+        share(5, torch.float32)
+    except TransportError as error:
+        return str(error)
+    return "no error"
+
+
+def test_one_buffer_for_all_and_one_for_each_are_not_the_same() -> None:
+    errors = on_all_ranks("sequence numbers", 2, share_differently, 1)
+    each, common = "share 5 elements of torch.float32", "share 5 elements of torch.float32 in common"
+    assert errors[0].startswith(f"rank 0 wants to {each}, but rank 1 wants to {common}:")
+    assert errors[1].startswith(f"rank 1 wants to {common}, but rank 0 wants to {each}:")
+
+
+def update_then_acknowledge(transport: Transport, slow_rank: int) -> list[list[float]]:
+    """In each step all ranks sum their chunks, write the sums into the common buffer, acknowledge, and read all of it.
+
+    Between the two another schedule is performed and acknowledged at once, which must not acknowledge for the first.
+    """
+    numel = 2 * transport.world_size
+    gradients, other = transport.share(numel, torch.float64), transport.share(numel, torch.float64)
+    common = transport.share_common(numel, torch.float64)
+    mine = slice(2 * transport.rank, 2 * transport.rank + 2)
+    seen = []
+    for step in range(1, 4):
+        gradients.local.fill_(step * 10.0**transport.rank)
+        transport.perform(COLLECTIVES["direct_reduce_scatter"], gradients, acknowledge=False)
+        transport.perform(COLLECTIVES["ring_all_gather"], other)
+        if transport.rank == slow_rank:
+            time.sleep(0.05)
+        common[mine] = gradients.local[mine]
+        transport.acknowledge()
+        transport.settle()
+        seen.append(common.tolist())
+    return seen
+
+
+@every_transport
+@pytest.mark.parametrize("slow_rank", [0, 2])
+def test_who_has_settled_sees_what_was_written_before_the_acknowledgement(kind: str, slow_rank: int) -> None:
+    expected = [[111.0 * step] * 6 for step in (1, 2, 3)]
+    assert on_all_ranks(kind, 3, update_then_acknowledge, slow_rank) == [expected] * 3
+
+
+# ---- agreement ----
 
 
 def agree_again_and_again(transport: Transport, texts: list[str], odd_one: int) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch_parallel.collectives.direct import DIRECT_REDUCE_SCATTER
 from torch_parallel.collectives.ring import RING_ALL_GATHER, RING_ALL_REDUCE, RING_REDUCE_SCATTER
 from torch_parallel.collectives.rooted import broadcast_from, reduce_to
 from torch_parallel.collectives.schedule import Collective, Receive, Round, Send
@@ -12,6 +13,7 @@ COLLECTIVES: dict[str, Collective] = {
     **ALL_REDUCE,
     "ring_reduce_scatter": RING_REDUCE_SCATTER,
     "ring_all_gather": RING_ALL_GATHER,
+    "direct_reduce_scatter": DIRECT_REDUCE_SCATTER,
     "reduce": reduce_to(0),
     "push": reduce_to(0, root_contributes=False),
     "broadcast": broadcast_from(0),
@@ -20,6 +22,8 @@ COLLECTIVES: dict[str, Collective] = {
 __all__ = [
     "ALL_REDUCE",
     "COLLECTIVES",
+    "DIRECT_REDUCE_SCATTER",
+    "RING_ALL_GATHER",
     "RING_ALL_REDUCE",
     "Collective",
     "Receive",

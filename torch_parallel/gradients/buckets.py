@@ -1,9 +1,12 @@
 """Gradients that are exchanged together lie together: flat buffers that peers can read, with every `.grad` a view.
 
-Autograd adds each gradient into its view, so after backward a bucket is ready to be exchanged as it is; nothing is
-packed. Behind the gradients a bucket has one element for each parameter, 1 where this rank used it in this step. The
-exchange sums these too, so every rank learns, at no extra message, which parameters nobody used: those have
-`grad = None` at the update, as in one process, and not a zero that weight decay or momentum would act on.
+Autograd makes each gradient in memory of its own; it is copied into its view at once, and what further micro-batches
+bring is added there, which is cheaper than to let autograd add to zeros. So after backward a bucket is ready to be
+exchanged as it is; nothing is packed.
+
+Behind the gradients a bucket has one element for each parameter, 1 where this rank used it in this step. The exchange
+sums these too, so every rank learns, at no extra message, which parameters nobody used: those have `grad = None` at the
+update, as in one process, and not a zero that weight decay or momentum would act on.
 """
 
 from __future__ import annotations
@@ -47,15 +50,25 @@ class Bucket:
         """The flat gradients, [numel], without the use marks."""
         return self.flat[: self.numel]
 
+    def named_views(self) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter's name and gradient."""
+        return ((name, view) for (name, _), view in zip(self.parameters, self.views, strict=True))
+
     def zero(self) -> None:
-        """Ready for a new step. The transport must be settled: peers read this memory in the last one."""
-        self.flat.zero_()
+        """Ready for a new step: no parameter has a gradient. The transport must be settled: peers read this memory."""
         self._used.clear()
-        for (_, parameter), view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view
+        for _, parameter in self.parameters:
+            parameter.grad = None
+
+    def complete(self) -> None:
+        """Backward is over: what this rank has not used has a gradient of zeros, and not the last step's."""
+        for position, view in enumerate(self.views):
+            if position not in self._used:
+                view.zero_()
 
     def publish(self) -> None:
         """The gradients of this rank are complete: marks what it used and lets peers see it."""
+        self.complete()
         marks = [float(position in self._used) for position in range(len(self.parameters))]
         self.flat[self.numel :] = torch.tensor(marks, dtype=self.flat.dtype)
         if self.flat is not self.shared.local:
@@ -65,17 +78,21 @@ class Bucket:
         """The sums have arrived: `.grad` is the sum over all workers, or None where no worker used the parameter."""
         if self.flat is not self.shared.local:
             self.flat.copy_(self.shared.local)
-        for (_, parameter), mark in zip(self.parameters, self.shared.local[self.numel :].tolist(), strict=True):
-            if not mark:
-                parameter.grad = None
+        marks = self.shared.local[self.numel :].tolist()
+        for (_, parameter), view, mark in zip(self.parameters, self.views, marks, strict=True):
+            parameter.grad = view if mark else None
 
     def _accumulated(self, position: int, parameter: Tensor) -> None:
-        self._used.add(position)
-        view = self.views[position]
-        if parameter.grad is not view:  # somebody cleared .grad, so autograd made a new one
-            assert parameter.grad is not None
-            view.add_(parameter.grad)
+        """What autograd made anew, in a step's first micro-batch and where somebody cleared .grad, goes to the view."""
+        view, gradient = self.views[position], parameter.grad
+        if gradient is not view:
+            assert gradient is not None
+            if position in self._used:
+                view.add_(gradient)
+            else:
+                view.copy_(gradient.to_dense())
             parameter.grad = view
+        self._used.add(position)
 
 
 def views_of(flat: Tensor, parameters: NamedParameters) -> Iterator[Tensor]:

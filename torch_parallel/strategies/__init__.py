@@ -6,10 +6,12 @@ from torch_parallel.strategies.all_reduce import AllReduce, RingAllReduce
 from torch_parallel.strategies.base import FromScratch, NotFinite, OptimizerFactory, Strategy
 from torch_parallel.strategies.builtin import DataParallelStrategy, DistributedDataParallelStrategy
 from torch_parallel.strategies.param_server import ParamServer
+from torch_parallel.strategies.sharded import ShardedParamServer
 
 FROM_SCRATCH: dict[str, type[FromScratch]] = {
     "ring_all_reduce": RingAllReduce,
     "param_server": ParamServer,
+    "sharded_param_server": ShardedParamServer,
 }
 BUILTIN: dict[str, type[Strategy]] = {
     "ddp": DistributedDataParallelStrategy,
@@ -27,5 +29,6 @@ __all__ = [
     "OptimizerFactory",
     "ParamServer",
     "RingAllReduce",
+    "ShardedParamServer",
     "Strategy",
 ]

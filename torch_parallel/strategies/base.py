@@ -19,6 +19,7 @@ among them, skips forward and backward and takes part in every exchange all the 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -26,12 +27,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_parallel.communicator import Communicator
 from torch_parallel.gradients.buckets import Bucket, NamedParameters, cut_into_buckets
 from torch_parallel.status import EXCHANGING, UPDATING
+from torch_parallel.strategies import optimizer_state
 from torch_parallel.strategies.replicas import give_everyone_the_same
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ class Strategy(ABC):
     server_count: ClassVar[int] = 0
     options: ClassVar[tuple[str, ...]] = ()
     """Fields of the run's configuration that this strategy is made with, beside those that all have."""
+    common_parameters: ClassVar[bool] = False
+    """Whether the parameters of all ranks are one memory."""
     every_rank_computes: ClassVar[bool] = False
     """Whether a rank without samples takes part in forward and backward too, with an empty batch."""
 
@@ -95,6 +99,14 @@ class Strategy(ABC):
     def optimized(self) -> Iterable[tuple[NamedParameters, Optimizer]]:
         """Each optimizer of this rank with its parameters, in its order; nothing on a rank that updates nothing."""
 
+    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """On rank 0, parameter name -> its whole state in the optimizer, on the CPU. All ranks call it."""
+        return optimizer_state.read(self.optimized())
+
+    def load_optimizer_state(self, state: dict[str, dict[str, Any]]) -> None:
+        """Gives this rank's optimizers the state of their own parameters, however and by whomever it was saved."""
+        optimizer_state.restore(self.optimized(), state)
+
     def set_learning_rate(self, lr: float) -> None:
         """For the steps to come; without effect on a rank that updates nothing."""
         for optimizer in self.optimizers:
@@ -123,11 +135,17 @@ class FromScratch(Strategy):
     Raises ValueError for a model without trainable parameters.
     """
 
+    one_bucket: ClassVar[bool] = False
+    """Whether all gradients of one type are exchanged together, whatever `bucket_bytes` says."""
+
     def __init__(self, model: nn.Module, optimizer_factory: OptimizerFactory, *arguments: Any, **options: Any) -> None:
         super().__init__(model, optimizer_factory, *arguments, **options)
-        groups = cut_into_buckets(model.named_parameters(), self.bucket_bytes)
+        groups = cut_into_buckets(model.named_parameters(), sys.maxsize if self.one_bucket else self.bucket_bytes)
         self._frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
         self.buckets = [Bucket(index, group, self.transport.share) for index, group in enumerate(groups)]
+        self._make_optimizers(optimizer_factory)
+
+    def _make_optimizers(self, optimizer_factory: OptimizerFactory) -> None:
         if self.updates_here:
             self.optimizers = [optimizer_factory(bucket.parameters) for bucket in self.buckets]
 
@@ -184,40 +202,38 @@ class FromScratch(Strategy):
 
     def _stop_if_not_finite(self) -> None:
         for bucket in self.buckets:
-            if (name := _not_finite(bucket)) is not None:
+            bucket.complete()
+            if (name := _not_finite(bucket.gradients, bucket.named_views())) is not None:
                 raise NotFinite(f"the gradient of {name} is NaN or infinite")
 
     def _agreed_scale(self) -> float | None:
         """What the reduced gradients are multiplied by; None where they are not finite and the step is skipped."""
         if not self.updates_here:
             return 1.0
-        # in float64, whose range holds the squares of any float32
-        norms = [
-            torch.linalg.vector_norm(bucket.shared.local[: bucket.numel], dtype=torch.float64)
-            for bucket in self.buckets
-        ]
-        self.last_norm = norm = torch.linalg.vector_norm(torch.stack(norms)).item()
+        self.last_norm = norm = self._norm_of_sums()
         if not math.isfinite(norm) and self.skip_not_finite:
             self.skipped_steps += 1
             return None
         # as torch.nn.utils.clip_grad_norm_ does
         return 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + 1e-6))
 
+    def _norm_of_sums(self) -> float:
+        """The norm of the reduced gradients, the same bits wherever it is asked for."""
+        return norm_of([bucket.shared.local[: bucket.numel] for bucket in self.buckets])
+
     def _optimize(self, bucket: Bucket, scale: float) -> None:
         with self._exchanging():
             self.transport.settle()  # from here on the gradients may be written: by the scale, and by some optimizers
-        start_s = time.perf_counter()
-        self.communicator.status.phase(UPDATING)
-        bucket.collect()
-        if not self.skip_not_finite and (name := _not_finite(bucket)) is not None:
+        with self._updating(bucket):
+            bucket.collect()
+            self._stop_if_overflown(bucket.gradients, bucket.named_views())
+            if scale != 1.0:
+                bucket.gradients.mul_(scale)
+            self.optimizers[bucket.index].step()
+
+    def _stop_if_overflown(self, sums: Tensor, parts: Iterable[tuple[str, Tensor]]) -> None:
+        if not self.skip_not_finite and (name := _not_finite(sums, parts)) is not None:
             raise NotFinite(f"the sum of all workers' gradients of {name} is infinite, though each of them is not,")
-        if scale != 1.0:
-            bucket.gradients.mul_(scale)
-        self.optimizers[bucket.index].step()
-        end_s = time.perf_counter()
-        self.update_s += end_s - start_s
-        if self.on_update is not None:
-            self.on_update(bucket.index, start_s, end_s)
 
     @contextmanager
     def _exchanging(self) -> Iterator[None]:
@@ -226,12 +242,25 @@ class FromScratch(Strategy):
         yield
         self.exchange_s += time.perf_counter() - start_s
 
+    @contextmanager
+    def _updating(self, bucket: Bucket) -> Iterator[None]:
+        start_s = time.perf_counter()
+        self.communicator.status.phase(UPDATING)
+        yield
+        end_s = time.perf_counter()
+        self.update_s += end_s - start_s
+        if self.on_update is not None:
+            self.on_update(bucket.index, start_s, end_s)
 
-def _not_finite(bucket: Bucket) -> str | None:
-    """The first parameter whose gradient is not finite. One pass; a sum may also overflow, so then it looks again."""
-    if torch.isfinite(bucket.gradients.sum()):
+
+def norm_of(tensors: list[Tensor]) -> float:
+    """The norm of all of them together, in float64, whose range holds the squares of any float32."""
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+
+def _not_finite(gradients: Tensor, parts: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The first part that is not finite, by name. One pass; a sum may also overflow, so then it looks again."""
+    if torch.isfinite(gradients.sum()):
         return None
-    for (name, _), view in zip(bucket.parameters, bucket.views, strict=True):
-        if not torch.isfinite(view).all():
-            return name
-    return None
+    return next((name for name, part in parts if not torch.isfinite(part).all()), None)

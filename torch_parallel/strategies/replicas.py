@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from torch_parallel.communicator import Communicator
 
+PIECE_ELEMENTS = 1 << 20
+"""So many are broadcast at a time: the memory for it is kept, and need not be as large as the model."""
+
 
 class ReplicasDiffer(RuntimeError):
     """Ranks that must hold the same bits do not."""
@@ -28,11 +31,12 @@ def give_everyone_the_same(model: nn.Module, communicator: Communicator) -> None
 
 
 def broadcast_all(tensors: list[Tensor], communicator: Communicator, root: int) -> None:
-    """Replaces every tensor by rank `root`'s: one message for each dtype."""
+    """Replaces every tensor by rank `root`'s, those of one dtype together."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         same = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1) for tensor in same])
-        communicator.broadcast(flat, root)
+        for piece in flat.split(PIECE_ELEMENTS):
+            communicator.broadcast(piece, root)
         for tensor, values in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
             tensor.copy_(values.view(tensor.shape))
 

@@ -23,8 +23,6 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from torch_parallel.strategies import Strategy
-
 FORMAT = 1
 KEEP = 3
 """So many of the newest checkpoints stay."""
@@ -133,27 +131,6 @@ def load(path: Path) -> dict[str, Any]:
 def on_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies that share no memory with the model."""
     return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
-
-
-def optimizer_state(strategy: Strategy) -> dict[str, dict[str, Any]]:
-    """Parameter name -> its state in the optimizer, on the CPU; {} on a rank that updates nothing."""
-    state: dict[str, dict[str, Any]] = {}
-    for parameters, optimizer in strategy.optimized():
-        for name, parameter in parameters:
-            if parameter in optimizer.state:
-                state[name] = {
-                    key: value.detach().cpu().clone() if isinstance(value, Tensor) else value
-                    for key, value in optimizer.state[parameter].items()
-                }
-    return state
-
-
-def restore_optimizers(strategy: Strategy, state: dict[str, dict[str, Any]]) -> None:
-    """Gives the optimizers of this rank the state of their own parameters, however these are cut into buckets."""
-    for parameters, optimizer in strategy.optimized():
-        names = [name for name, _ in parameters]
-        own = {index: state[name] for index, name in enumerate(names) if name in state}
-        optimizer.load_state_dict({"state": own, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def rank_state(model: nn.Module, loss_sum: float) -> dict[str, Any]:

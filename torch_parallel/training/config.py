@@ -12,6 +12,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from torch_parallel.strategies import STRATEGIES
 from torch_parallel.training import emulation
+from torch_parallel.training.aggregate import AGGREGATES
 from torch_parallel.training.optimizers import DEFAULT_LR, OPTIMIZERS
 from torch_parallel.training.schedule import SCHEDULES
 from torch_parallel.workloads import DATASETS, MODELS
@@ -74,6 +75,13 @@ class RunConfig:
     dtype: str = flag("float32", "type of parameters and gradients", DTYPES)
     lr_schedule: str = flag("constant", "how the learning rate falls after the warm-up", tuple(SCHEDULES))
     warmup_steps: int = flag(0, "steps over which the learning rate rises linearly")
+    aggregate: str = flag(
+        "weighted",
+        "what the gradient of a step is: weighted, the mean over all samples; mean, the mean of the workers' means, "
+        "which is the same where all have as many samples, and takes the same learning rate; sum, the sum of their "
+        "means: N times as large with N workers, so divide the learning rate by N for steps of the same size",
+        tuple(AGGREGATES),
+    )
     accumulate: int = flag(1, "micro-batches into which each worker splits its share of a step, to save memory")
     clip_norm: float | None = flag(None, "largest norm of the whole gradient, clipped after averaging (default: none)")
     not_finite: str = flag("stop", "what all ranks do about a NaN or infinite gradient", NOT_FINITE)
@@ -109,8 +117,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name, annotation in get_type_hints(RunConfig).items():
             self._check_type(name, _kinds(annotation))
-        for name in ("strategy", "optimizer", "model", "dataset", "device", "dtype", "lr_schedule", "not_finite"):
-            self._check_choice(name)
+        for each in fields(RunConfig):
+            if each.metadata["choices"]:
+                self._check_choice(each.name)
         servers = STRATEGIES[self.strategy].server_count
         if self.n_gpus is not None:
             self._check("n_gpus", self.n_gpus >= 1, "at least 1 process is needed")

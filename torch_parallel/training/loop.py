@@ -21,6 +21,7 @@ from torch_parallel.status import COMPUTING, EVALUATING, SAVING
 from torch_parallel.strategies import STRATEGIES, NotFinite, Strategy
 from torch_parallel.strategies.replicas import ReplicasDiffer, broadcast_all, check_replicas
 from torch_parallel.training import checkpoint, emulation
+from torch_parallel.training.aggregate import divisor
 from torch_parallel.training.clock import EpochClock
 from torch_parallel.training.config import RunConfig
 from torch_parallel.training.evaluate import count_correct
@@ -162,13 +163,14 @@ class Trainer:
         if self.recorder:
             self.recorder.begin()
         self.strategy.begin_step()
+        divided_by = divisor(config.aggregate, len(indices), global_count, self.communicator.worker_count)
         with self._span("compute", f"step {step} of epoch {epoch}"):
             start_s = time.perf_counter()
             for number, micro_batch in enumerate(indices.tensor_split(config.accumulate), start=1):
                 # a rank without samples exchanges all the same
                 if len(micro_batch) or self.strategy.every_rank_computes:
                     with self.strategy.synchronising(last=number == config.accumulate):
-                        self._forward_and_backward(micro_batch, global_count)
+                        self._forward_and_backward(micro_batch, divided_by)
             compute_ends(start_s, self.steps_done, self.communicator.device, self.slowdown, self.recorder)
         try:
             self.strategy.step()
@@ -186,12 +188,12 @@ class Trainer:
             with self.clock.off_the_clock():
                 self._save()
 
-    def _forward_and_backward(self, indices: Tensor, global_count: int) -> None:
+    def _forward_and_backward(self, indices: Tensor, divided_by: int) -> None:
         device = self.communicator.device
         logits = self.strategy.forward(self._prepare(self.data["train_inputs"][indices].to(device)))
         targets = self.data["train_targets"][indices].to(device)
         loss_sum = cross_entropy(logits, targets, reduction="sum")
-        (loss_sum * self.strategy.loss_factor / global_count).backward()
+        (loss_sum * self.strategy.loss_factor / divided_by).backward()
         self.loss_sum += loss_sum.detach()
 
     def _finish_epoch(self, epoch: int, spent: RankEpoch, train_s: float, rate: float) -> None:
@@ -235,6 +237,7 @@ class Trainer:
     def _save(self) -> None:
         """Rank 0, which has parameters and optimizer under every strategy, writes everybody's state to disk."""
         self.communicator.status.phase(SAVING)
+        optimizer = self.strategy.optimizer_state()
         ranks = self.communicator.gather(checkpoint.rank_state(self.model, self.loss_sum.item()))
         if ranks is not None:
             first_worker = ranks[self.communicator.first_worker]
@@ -245,7 +248,7 @@ class Trainer:
                 "history": [asdict(epoch) for epoch in self.history],
                 "skipped_steps": self.strategy.skipped_steps,
                 "model": {**checkpoint.on_cpu(self.model.state_dict()), **first_worker["buffers"]},
-                "optimizer": checkpoint.optimizer_state(self.strategy),
+                "optimizer": optimizer,
                 "server_count": self.communicator.server_count,
                 "dataset": self.dataset.name,
                 "ranks": ranks,
@@ -261,7 +264,7 @@ class Trainer:
         self.history = [
             Epoch(**{**epoch, "ranks": [RankEpoch(**rank) for rank in epoch["ranks"]]}) for epoch in saved["history"]
         ]
-        checkpoint.restore_optimizers(self.strategy, saved["optimizer"])
+        self.strategy.load_optimizer_state(saved["optimizer"])
         same_ranks = len(saved["ranks"]) == communicator.world_size
         if same_ranks and saved["server_count"] == communicator.server_count:
             own = saved["ranks"][communicator.rank]

@@ -127,7 +127,7 @@ def _checkpoint_to_resume(config: RunConfig, dataset_name: str) -> tuple[str, st
     """
     path = checkpoint.find(str(config.resume))
     content = checkpoint.load(path)
-    saved = content["config"] | {"dataset": content["dataset"]}
+    saved = asdict(RunConfig()) | content["config"] | {"dataset": content["dataset"]}
     ours = asdict(config) | {"dataset": dataset_name}
     for name in ("model", "dataset", "train_size", "seed", "optimizer", "dtype"):
         if ours[name] != saved[name]:
@@ -135,7 +135,7 @@ def _checkpoint_to_resume(config: RunConfig, dataset_name: str) -> tuple[str, st
                 f"--resume {path}: it was made with --{name} {saved[name]}, and this run has {ours[name]}; "
                 f"give --{name} {saved[name]}"
             )
-    training = ("batch_size", "lr", "momentum", "weight_decay", "lr_schedule", "warmup_steps", "clip_norm")
+    training = ("batch_size", "lr", "momentum", "weight_decay", "lr_schedule", "warmup_steps", "clip_norm", "aggregate")
     changed = [f"{name} {saved[name]} -> {ours[name]}" for name in training if ours[name] != saved[name]]
     return str(path), f"going on from {path}" + (f"; changed: {', '.join(changed)}" if changed else "")
 
@@ -148,6 +148,7 @@ def _check_the_machine(config: RunConfig, dataset: Dataset, make_model: Callable
         has_server=STRATEGIES[config.strategy].server_count > 0,
         bucket_bytes=int(config.bucket_mb * 2**20),
         data_bytes=sum(getattr(dataset, name).nbytes for name in TENSORS),
+        common_parameters=STRATEGIES[config.strategy].common_parameters,
     )
     if required is not None:
         preflight.check(required)

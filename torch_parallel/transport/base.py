@@ -7,7 +7,10 @@ the peer's memory. Nothing is packed, staged or sent: the receiver pulls.
 The contract, which `tests/transport/test_conformance.py` holds against every transport:
 - All ranks call `share`, `perform` and `agree` in the same order; `agree` and `share` compare what the ranks ask for.
 - After `perform` returns, this rank's buffer holds its result. Peers may still be reading it until `settle` returns;
-  nobody may write into a shared buffer before that.
+  nobody may write into a shared buffer before that. A rank that performs with `acknowledge=False` keeps its peers from
+  settling until it calls `acknowledge`: what it wrote until then, anywhere, is visible to them when they have settled.
+- `share_common` gives one buffer that all ranks write; who writes what and when is theirs to order by the signals of
+  the schedules that they perform.
 - Every wait ends at the deadline with an error that names rank, peer, purpose and round.
 - `waited_s[peer]` adds up the seconds that this rank waited for that peer.
 - An `observer`, if there is one, is called with a `Transfer` for each message received. Without one, nothing is paid.
@@ -118,6 +121,7 @@ class Transport(ABC):
         """What emulated links make of each receive, once, when a schedule is bound (see `links.py`)."""
         self._signals = signals
         self._unsettled: list[tuple[int, str]] = []  # who still reads, and what
+        self._unacknowledged: list[int] = []  # whose memory this rank has read, and has not said so
         self.received_bytes = [0] * world_size
         """Bytes read so far from the memory of each peer."""
 
@@ -127,8 +131,8 @@ class Transport(ABC):
         return self._signals.waited_s
 
     @abstractmethod
-    def _allocate(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """This rank's view of the next buffer of every rank, zero-filled."""
+    def _allocate(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """This rank's views of the next `count` buffers, each [numel], zero-filled, and the same for all ranks."""
 
     @abstractmethod
     def _describe(self, text: str) -> None:
@@ -143,8 +147,17 @@ class Transport(ABC):
 
         Raises TransportError where they differ. The memory is freed when the last process of the run has ended.
         """
-        buffer = SharedBuffer(self._allocate(numel, dtype), self.rank)
+        buffer = SharedBuffer(self._allocate(self.world_size, numel, dtype), self.rank)
         self.agree(f"share {numel} elements of {dtype}")
+        return buffer
+
+    def share_common(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """One new zero-filled buffer [numel] that all ranks have in common: what one writes is there for all.
+
+        All ranks call it, with the same arguments. Raises TransportError where they differ.
+        """
+        (buffer,) = self._allocate(1, numel, dtype)
+        self.agree(f"share {numel} elements of {dtype} in common")
         return buffer
 
     def agree(self, text: str) -> None:
@@ -166,8 +179,13 @@ class Transport(ABC):
                     "all ranks must call the same operations in the same order"
                 )
 
-    def perform(self, collective: Collective, buffer: SharedBuffer, purpose: str = "") -> None:
-        """Performs this rank's part of the schedule on the buffer, in place."""
+    def perform(
+        self, collective: Collective, buffer: SharedBuffer, purpose: str = "", *, acknowledge: bool = True
+    ) -> None:
+        """Performs this rank's part of the schedule on the buffer, in place.
+
+        With `acknowledge=False` peers settle only when this rank calls `acknowledge`.
+        """
         plan = buffer.plans.get(collective)
         if plan is None:
             plan = buffer.plans[collective] = self._bind(collective, buffer)
@@ -194,15 +212,26 @@ class Transport(ABC):
             raise TransportError(f"rank {self.rank}, {doing}, round {round_index}: {timeout}") from None
         for source, nbytes in plan.received:
             self.received_bytes[source] += nbytes
-        for source in plan.acknowledge:
-            post(READ, source)
+        if acknowledge:
+            self._acknowledge(plan.acknowledge)
+        else:
+            self._unacknowledged += plan.acknowledge
         self._unsettled += [(reader, doing) for reader in plan.readers]
+
+    def acknowledge(self) -> None:
+        """Tells the peers that this rank is done with their memory, and with what it does before they may go on."""
+        self._acknowledge(self._unacknowledged)
+        self._unacknowledged.clear()
 
     def settle(self) -> None:
         """Returns when no peer reads this rank's memory any more, so that it may be written."""
         for reader, doing in self._unsettled:
             self._wait(READ, reader, f"{doing}, end of the peer's reading", 0)
         self._unsettled.clear()
+
+    def _acknowledge(self, sources: list[int]) -> None:
+        for source in sources:
+            self._signals.post(READ, source)
 
     def _wait(self, kind: int, peer: int, doing: str, round_index: int) -> None:
         try:

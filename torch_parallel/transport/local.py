@@ -64,10 +64,10 @@ class LocalTransport(Transport):
             links = EmulatedLinks(group.links, rank, group.link_clocks, group.link_lock, group.deadline_s)
             self.over_link = links.slowed
 
-    def _allocate(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
+    def _allocate(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         with self._group.changed:
-            if len(self._group.buffers) == self._shares:  # the first rank to get here makes it for all
-                self._group.buffers.append([torch.zeros(numel, dtype=dtype) for _ in range(self.world_size)])
+            if len(self._group.buffers) == self._shares:  # the first rank to get here makes them for all
+                self._group.buffers.append([torch.zeros(numel, dtype=dtype) for _ in range(count)])
         self._shares += 1
         return self._group.buffers[self._shares - 1]
 

@@ -1,0 +1,32 @@
+"""What all benches do: keep the environment with the figures, and put torch's own side together."""
+
+from __future__ import annotations
+
+import csv
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch.distributed as dist
+
+from torch_parallel.communicator import Communicator
+from torch_parallel.devices import threads_per_worker
+from torch_parallel.results import RunFolder, environment
+
+
+def start_gloo(communicator: Communicator, store: str) -> None:
+    """A group of all workers, by way of a file, so that no port has to be chosen. Servers are not in it."""
+    rank, world_size = communicator.worker_index, communicator.worker_count
+    if rank is not None:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+
+
+def recorded(folder: RunFolder, n: int, **entries: Any) -> AbstractContextManager[None]:
+    return folder.running(**environment(), n=n, threads=threads_per_worker(n), **entries)
+
+
+def save(folder: RunFolder, rows: list[dict[str, Any]]) -> None:
+    with open(folder.path / "bench.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"results in {folder.path}")

@@ -1,0 +1,112 @@
+"""An epoch of training beside DistributedDataParallel's."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_parallel.bench.common import recorded, save, start_gloo
+from torch_parallel.communicator import Communicator
+from torch_parallel.launcher import launch
+from torch_parallel.results import RunFolder
+from torch_parallel.training.config import ConfigError, OneLineParser, RunConfig
+from torch_parallel.training.loop import TENSORS, Job, Trainer, make_job
+from torch_parallel.training.optimizers import make_optimizer
+from torch_parallel.workloads import DATASETS, MODELS, build_model, load_dataset
+
+
+def time_epochs(communicator: Communicator, job: Job, repeats: int, store: str) -> dict[str, list[float]]:
+    """The worker function: seconds of each epoch of the job's strategy and of DistributedDataParallel, in turns."""
+    start_gloo(communicator, store)
+    trainer, control = Trainer(communicator, job), Control(communicator, job)
+    trainer.model.train()
+    sides: dict[str, Callable[[int], Any]] = {job.config.strategy: trainer.train_epoch, "ddp": control.train_epoch}
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for epoch in range(1, repeats + 2):  # the first of each warms up
+        for side, train_epoch in sides.items() if epoch % 2 else reversed(sides.items()):
+            torch.manual_seed(epoch * communicator.world_size + communicator.rank)  # the same dropout on both sides
+            communicator.barrier()
+            start_s = time.perf_counter()
+            train_epoch(epoch)
+            communicator.barrier()
+            if epoch > 1:
+                seconds[side].append(time.perf_counter() - start_s)
+    difference = max(
+        (ours - theirs).norm().item() / theirs.norm().item()
+        for ours, theirs in zip(trainer.model.parameters(), control.model.module.parameters(), strict=True)
+    )
+    dist.destroy_process_group()
+    return {**seconds, "largest difference of parameters": [difference]}
+
+
+class Control:
+    """DistributedDataParallel at its best settings, in the plainest loop, on the batches that the trainer takes."""
+
+    def __init__(self, communicator: Communicator, job: Job) -> None:
+        self.communicator, self.config, self.dataset = communicator, job.config, job.dataset
+        self.data = {name: communicator.shared[name] for name in TENSORS}
+        torch.manual_seed(job.config.seed)
+        model = job.make_model()
+        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+        self.optimizer = make_optimizer(
+            list(model.named_parameters()),
+            job.config.optimizer,
+            job.config.learning_rate,
+            job.config.momentum,
+            job.config.weight_decay,
+        )
+
+    def train_epoch(self, epoch: int) -> None:
+        count, world_size = len(self.data["train_targets"]), self.communicator.world_size
+        generator = torch.Generator().manual_seed((self.config.seed * 1_000_003 + epoch) % 2**63)
+        order = torch.randperm(count, generator=generator)
+        for batch in order.split(self.config.batch_size):
+            mine = batch.tensor_split(world_size)[self.communicator.rank]
+            logits = self.model(self.dataset.normalize(self.data["train_inputs"][mine], torch.float32))
+            # DDP takes the mean over the ranks: this makes it the mean over the samples
+            loss = cross_entropy(logits, self.data["train_targets"][mine], reduction="sum") * world_size / len(batch)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+
+
+def bench_epoch(arguments: list[str]) -> None:
+    parser = OneLineParser(prog="python -m torch_parallel bench epoch", allow_abbrev=False)
+    parser.add_argument("--n_gpus", type=int, default=2, help="workers (default: 2)")
+    parser.add_argument("--model", default="cnn", choices=tuple(MODELS), help="model (default: cnn)")
+    parser.add_argument("--batch_size", type=int, default=64, help="global (default: 64)")
+    parser.add_argument("--dataset", choices=tuple(DATASETS), help="data set (default: as train.py)")
+    parser.add_argument("--data_dir", help="folder with the data (default: as train.py)")
+    parser.add_argument("--train_size", type=int, help="samples of an epoch (default: all)")
+    parser.add_argument("--repeats", type=int, default=3, help="epochs of each side, one more warms up (default: 3)")
+    parser.add_argument("--results_dir", default="results/runs", help="folder for a folder with the figures")
+    options = parser.parse_args(arguments)
+    if options.repeats < 1:
+        raise ConfigError(f"--repeats {options.repeats}: at least 1 epoch of each side is needed")
+    config = RunConfig(n_gpus=options.n_gpus, model=options.model, batch_size=options.batch_size, device="cpu")
+    dataset, line = load_dataset(options.dataset, options.data_dir, options.train_size, config.seed)
+    folder = RunFolder(options.results_dir, f"bench_epoch_{options.model}_n{options.n_gpus}")
+    print(f"{line}; {options.model}, {options.n_gpus} workers, global batch {options.batch_size}")
+    make_model = partial(build_model, options.model, dataset.image_shape, dataset.class_count)
+    job, shared = make_job(config, dataset, make_model)
+    entries = {"model": options.model, "data": line, "batch_size": options.batch_size}
+    with recorded(folder, n=options.n_gpus, **entries), tempfile.TemporaryDirectory() as temporary:
+        seconds = launch(time_epochs, options.n_gpus, job, options.repeats, f"{temporary}/store", shared=shared)[0]
+    rows = []
+    (difference,) = seconds.pop("largest difference of parameters")
+    for side, times in seconds.items():
+        rows.append({"side": side, "median_s": statistics.median(times), "all_s": times})
+        print(f"{side:20}{statistics.median(times):8.3f} s an epoch   ({', '.join(f'{each:.3f}' for each in times)})")
+    ratio = rows[0]["median_s"] / rows[1]["median_s"]
+    print(f"{rows[0]['side']} takes {ratio:.3f} of ddp's time; parameters differ by {difference:.1e} of their norm")
+    folder.write_manifest(largest_difference_of_parameters=difference)
+    save(folder, rows)

@@ -1,0 +1,12 @@
+"""Imported by the fork server before torch: asks torch to take large tensors in huge pages, where the kernel has them.
+
+The memory of a large tensor is given back as soon as it is freed, so each backward pass takes pages for its gradients
+anew: in steps of 4 kB that was a third of a backward pass of 25 million parameters, in steps of 2 MB it is hardly
+anything. It holds for all code in a worker, torch's own strategies too.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it when it takes memory for the first time

@@ -1,0 +1,200 @@
+"""Every worker is the server of one shard of the parameters; there is no server process.
+
+  P = 3: the gradients of each rank,              and the parameters, once, in memory that all of them map
+  cut into 3 shards
+
+  rank 0   [ a0 | a1 | a2 ]      rank 0: a0 + b0 + c0, and updates   [ w0 |    |    ]
+  rank 1   [ b0 | b1 | b2 ]      rank 1: b1 + a1 + c1, and updates   [    | w1 |    ]
+  rank 2   [ c0 | c1 | c2 ]      rank 2: c2 + a2 + b2, and updates   [    |    | w2 ]
+
+After backward and one signal each rank adds up its own shard straight from its peers' memory, updates it with its own
+optimizer, and signals that it is done; then everybody computes on with the new parameters. A step takes two signals
+for each ordered pair of ranks. No gradient and no parameter is copied, the sums are made once and not once a rank, and
+so are the updates and the optimizer's state: the work is 1/P of what every rank does under an all-reduce (Rajbhandari
+et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020, shard the same way; there every
+rank has a copy of the parameters).
+
+The first signal says that a rank has finished backward: nobody reads the old parameters any more, which may be written.
+The second is the acknowledgement of the first, given only after the update: the peers' gradients have been read, and
+this shard's parameters are those of the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from torch_parallel.collectives import DIRECT_REDUCE_SCATTER, RING_ALL_GATHER
+from torch_parallel.collectives.schedule import chunk_bounds
+from torch_parallel.gradients.buckets import Bucket, NamedParameters, views_of
+from torch_parallel.strategies import optimizer_state
+from torch_parallel.strategies.base import FromScratch, OptimizerFactory, norm_of
+from torch_parallel.strategies.optimizer_state import States
+
+ELEMENTWISE = (SGD, Adam, AdamW)
+"""What these make of an element depends on that element's gradient and state alone, so they may work on pieces."""
+
+
+class ShardedParamServer(FromScratch):
+    """See the module's docstring. All parameters of one type are one bucket, whatever `bucket_bytes` says.
+
+    After set-up the model's parameters are views of memory that all ranks share, so only `step` may change them; after
+    a step `.grad` means nothing. An optimizer is given pieces: flat, unless the whole parameter lies in the shard. On
+    GPUs the shards are updated on the host, and each rank copies the parameters from there.
+
+    Raises ValueError for an optimizer that is not one of ELEMENTWISE.
+    """
+
+    one_bucket = True
+    common_parameters = True
+
+    def _make_optimizers(self, optimizer_factory: OptimizerFactory) -> None:
+        rank, world_size = self.transport.rank, self.transport.world_size
+        self.gradients = [bucket.shared.narrow(bucket.numel) for bucket in self.buckets]
+        self.parameters = [self._share_parameters(bucket) for bucket in self.buckets]
+        self.shards = [
+            Shard(bucket, flat, rank, world_size, optimizer_factory)
+            for bucket, flat in zip(self.buckets, self.parameters, strict=True)
+        ]
+        self.optimizers = [shard.optimizer for shard in self.shards if shard.optimizer is not None]
+        self._norms = self.transport.share(world_size, torch.float64)
+
+    def optimized(self) -> Iterable[tuple[NamedParameters, Optimizer]]:
+        return [(shard.named_parameters, shard.optimizer) for shard in self.shards if shard.optimizer is not None]
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Leaves the sum of this rank's shard in its own gradients; the peers wait until `step` acknowledges."""
+        with self._exchanging():
+            bucket.publish()
+            what = f"gradients of bucket {bucket.index}"
+            self.transport.perform(DIRECT_REDUCE_SCATTER, self.gradients[bucket.index], what, acknowledge=False)
+
+    def update(self, bucket: Bucket, scale: float | None = 1.0) -> None:
+        """Updates this rank's shard; `step` waits for the others'."""
+        shard = self.shards[bucket.index]
+        if scale is None or shard.optimizer is None:
+            return
+        with self._updating(bucket):
+            shard.collect()
+            self._stop_if_overflown(shard.sums, ((piece.name, piece.gradient) for piece in shard.pieces))
+            if scale != 1.0:
+                shard.sums.mul_(scale)
+            shard.optimizer.step()
+
+    def step(self) -> None:
+        super().step()
+        with self._exchanging():
+            self.transport.acknowledge()
+            self.transport.settle()
+            for bucket, flat in zip(self.buckets, self.parameters, strict=True):
+                if bucket.flat is not bucket.shared.local:
+                    for (_, parameter), view in zip(bucket.parameters, views_of(flat, bucket.parameters), strict=True):
+                        parameter.detach().copy_(view)
+
+    def _norm_of_sums(self) -> float:
+        """Every rank knows its shard's: they tell each other, and add up the same numbers in the same order."""
+        own = norm_of([shard.sums for shard in self.shards])
+        with self._exchanging():
+            self._norms.local[self.transport.rank] = own
+            self.transport.perform(RING_ALL_GATHER, self._norms, "norms of the shards")
+        return norm_of([self._norms.local])
+
+    def _share_parameters(self, bucket: Bucket) -> Tensor:
+        """All parameters of the bucket, [numel], in the memory of all ranks; on the CPU they move there."""
+        flat = self.transport.share_common(bucket.numel, bucket.flat.dtype)
+        for (_, parameter), view in zip(bucket.parameters, views_of(flat, bucket.parameters), strict=True):
+            if self.transport.rank == 0:
+                view.copy_(parameter.detach())
+            if bucket.flat is bucket.shared.local:
+                parameter.data = view
+        self.transport.agree("use the common parameters")  # rank 0 has written them
+        return flat
+
+    def optimizer_state(self) -> States:
+        own = optimizer_state.read(self.optimized())
+        by_rank = self.communicator.gather(own)
+        shapes = {name: parameter.shape for bucket in self.buckets for name, parameter in bucket.parameters}
+        return {} if by_rank is None else _put_together(by_rank, shapes)
+
+    def load_optimizer_state(self, state: States) -> None:
+        pieces = [piece for shard in self.shards for piece in shard.pieces if piece.name in state]
+        optimizer_state.restore(self.optimized(), {piece.name: piece.cut_out(state[piece.name]) for piece in pieces})
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one shard has of one parameter: elements [start, stop) of it, flattened; in its shape if that is all."""
+
+    name: str
+    position: int  # of the parameter in its bucket
+    start: int
+    stop: int
+    parameter: Parameter
+    gradient: Tensor
+
+    def cut_out(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Of the whole parameter's state. What is not a number for each element, the count of steps, is the same."""
+        return {
+            key: value.reshape(-1)[self.start : self.stop].view(self.parameter.shape)
+            if isinstance(value, Tensor) and value.ndim
+            else value
+            for key, value in state.items()
+        }
+
+
+class Shard:
+    """Chunk `rank` of a bucket, cut at the boundaries of parameters, and what updates it: nothing, if it is empty."""
+
+    def __init__(
+        self, bucket: Bucket, flat_parameters: Tensor, rank: int, world_size: int, optimizer_factory: OptimizerFactory
+    ) -> None:
+        self.bucket = bucket
+        start, stop = chunk_bounds(bucket.numel, world_size)[rank : rank + 2]
+        self.sums = bucket.shared.local[start:stop]
+        self.pieces = list(_pieces(bucket, flat_parameters, start, stop))
+        self.named_parameters = [(piece.name, piece.parameter) for piece in self.pieces]
+        self.optimizer = optimizer_factory(self.named_parameters) if self.pieces else None
+        if self.optimizer is not None and type(self.optimizer) not in ELEMENTWISE:
+            raise ValueError(
+                f"sharded_param_server updates pieces of parameters, and {type(self.optimizer).__name__} may need "
+                f"whole ones: take one of {', '.join(each.__name__ for each in ELEMENTWISE)}, or another strategy"
+            )
+
+    def collect(self) -> None:
+        """The sums have arrived: they are the pieces' gradients, or None where no worker used the parameter.
+
+        The use marks of all ranks are read in their memory: they are there with the gradients, of the same signal.
+        """
+        marks = torch.stack([part[self.bucket.numel :] for part in self.bucket.shared.parts]).sum(0).tolist()
+        for piece in self.pieces:
+            piece.parameter.grad = piece.gradient if marks[piece.position] else None
+
+
+def _pieces(bucket: Bucket, flat_parameters: Tensor, start: int, stop: int) -> Iterator[Piece]:
+    begin = 0
+    for position, (name, parameter) in enumerate(bucket.parameters):
+        end = begin + parameter.numel()
+        first, last = max(begin, start), min(end, stop)
+        if first < last:
+            shape = parameter.shape if last - first == parameter.numel() else (last - first,)
+            values, gradient = (flat[first:last].view(shape) for flat in (flat_parameters, bucket.shared.local))
+            yield Piece(name, position, first - begin, last - begin, Parameter(values), gradient)
+        begin = end
+
+
+def _put_together(by_rank: list[States], shapes: dict[str, torch.Size]) -> States:
+    """The states of whole parameters, of those of their pieces, which lie in the order of the ranks."""
+    whole: States = {}
+    for name, shape in shapes.items():
+        pieces = [states[name] for states in by_rank if name in states]
+        for key in pieces[0] if pieces else ():
+            parts = [piece[key] for piece in pieces]
+            is_cut = isinstance(parts[0], Tensor) and parts[0].ndim
+            whole.setdefault(name, {})[key] = torch.cat(parts).view(shape) if is_cut else parts[0]
+    return whole
