@@ -9,8 +9,11 @@ Same flags, data, seed, order, global batch and evaluation as train.py; none of 
 
 import contextlib
 import dataclasses
+import os
 import sys
 import time
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large tensors in huge pages, as in train.py's workers
 
 import torch
 from torch.nn.functional import cross_entropy

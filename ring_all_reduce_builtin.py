@@ -13,6 +13,8 @@ import statistics
 import sys
 import time
 
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large tensors in huge pages, as in train.py's workers
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp

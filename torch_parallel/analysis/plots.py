@@ -58,7 +58,8 @@ def _band(axes: Axes, places: Sequence[float], repeats: list[list[float]], label
 def epoch_parts(folder: str | Path) -> Figure:
     """Seconds of an epoch and what they go into, a panel for each model. Whiskers: the whole epoch's spread.
 
-    DistributedDataParallel times its exchange together with its waiting; what backward hides of it is compute.
+    DistributedDataParallel times its exchange together with its waiting, in one of a hundred steps; what backward hides
+    of it is compute, and all of it where an epoch has fewer steps.
     """
     models = _by(read_runs(folder), "model")
     figure = Figure(9.0, 0.9 + 1.5 * len(models))
@@ -76,7 +77,9 @@ def epoch_parts(folder: str | Path) -> Figure:
             middle, least, largest = spread([run.epoch_s for run in of_label])
             axes.errorbar(middle, row, xerr=[[middle - least], [largest - middle]], color="#222222", capsize=3)
             axes.annotate(f"{middle:.2f} s", (largest, row), (6, 0), textcoords="offset points", va="center")
-        axes.set_yticks(range(len(groups)), list(groups))
+        apart = {label: all(run.part_s("exchange") is not None for run in runs) for label, runs in groups.items()}
+        names = [label if apart[label] else f"{label}\n(exchange within compute)" for label in groups]
+        axes.set_yticks(range(len(groups)), names)
         axes.set_ylim(len(groups) - 0.5, -0.5)
         axes.margins(x=0.12)
         axes.set_xlim(left=0)
