@@ -9,12 +9,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from torch_parallel.analysis import plots
+from torch_parallel.analysis import plots, timeline
 from torch_parallel.analysis.animate import save_gif
 from torch_parallel.analysis.figure import Figure
 from torch_parallel.analysis.runs import ExperimentMissing, Unequal, newest
 from torch_parallel.analysis.tables import with_tables
 from torch_parallel.collectives import COLLECTIVES
+from torch_parallel.trace import read_chrome_trace
 from torch_parallel.training.config import OneLineParser
 
 FIGURES: dict[str, tuple[Callable[[Path], Figure], str]] = {
@@ -30,8 +31,11 @@ def draw_all(results_dir: Path, media: Path) -> list[Path]:
     media.mkdir(exist_ok=True)
     for name, (draw, experiment) in FIGURES.items():
         draw(newest(experiment, results_dir)).savefig(media / name, metadata={"Software": None})
+    timeline.draw(read_chrome_trace(newest("trace", results_dir) / "trace.json")).savefig(
+        media / "timeline.png", metadata={"Software": None}
+    )
     save_gif(COLLECTIVES["ring"], 4, media / "ring_all_reduce.gif")
-    return [*(media / name for name in FIGURES), media / "ring_all_reduce.gif"]
+    return [media / name for name in (*FIGURES, "timeline.png", "ring_all_reduce.gif")]
 
 
 def main(arguments: list[str]) -> None:

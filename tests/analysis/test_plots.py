@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import shutil
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def pixels(path: Path) -> numpy.ndarray:
         return numpy.asarray(image.convert("RGB"), dtype=numpy.int16)
 
 
-@pytest.mark.parametrize("name", sorted(plots.FIGURES))
+@pytest.mark.parametrize("name", [*sorted(plots.FIGURES), "timeline.png"])
 def test_the_figures_are_those_of_the_results(redrawn: Path, name: str) -> None:
     committed, drawn = pixels(ROOT / "media" / name), pixels(redrawn / name)
     assert committed.shape == drawn.shape
@@ -44,8 +45,10 @@ def test_the_figures_are_those_of_the_results(redrawn: Path, name: str) -> None:
 
 
 def test_the_animated_ring_has_a_round_for_each_of_the_schedule(redrawn: Path) -> None:
-    with Image.open(ROOT / "media" / "ring_all_reduce.gif") as committed, Image.open(redrawn / committed.filename) as _:
-        assert committed.is_animated and committed.n_frames > 6 * 10  # 2(P-1) rounds of four ranks
+    name = "ring_all_reduce.gif"
+    with Image.open(ROOT / "media" / name) as committed, Image.open(redrawn / name) as drawn:
+        assert committed.n_frames == drawn.n_frames > 2 * (4 - 1)  # several pictures for each of 2(P-1) rounds
+        assert committed.size == drawn.size
 
 
 def test_the_tables_of_the_readme_are_those_of_the_results() -> None:
@@ -59,14 +62,15 @@ def test_a_changed_figure_shows_in_the_table(tmp_path: Path) -> None:
     results = tmp_path / "results"
     shutil.copytree(RESULTS, results, ignore=shutil.ignore_patterns("runs"))
     table = newest("ring_all_reduce", results) / "runs.csv"
-    before = TABLES["experiments"](results)
-    lines = table.read_text().splitlines()
-    column = lines[0].split(",").index("optimizer")
-    assert "sgd" in lines[1]
-    table.write_text("\n".join([lines[0], *(line.replace(",sgd,", ",adam,", 1) for line in lines[1:2]), *lines[2:]]))
-    with pytest.raises(Unequal, match="differ in optimizer"):
-        TABLES["experiments"](results)
-    assert before and column
+    with open(table, newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        row["train_s"] = str(2 * float(row["train_s"]))
+    with open(table, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    assert TABLES["experiments"](results) != TABLES["experiments"](RESULTS)
 
 
 def test_figures_of_unlike_runs_are_not_drawn(tmp_path: Path) -> None:
