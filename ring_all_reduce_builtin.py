@@ -88,7 +88,7 @@ def train_rank(rank: int, world_size: int, port: int, config: RunConfig, dataset
             record(row, config, dataset, folder)
     if rank == 0:
         torch.save({name: value.cpu() for name, value in bare.state_dict().items()}, folder.path / "weights.pt")
-    dist.barrier()
+    dist.barrier(device_ids=[rank] if on_gpu else None)
     dist.destroy_process_group()
 
 
