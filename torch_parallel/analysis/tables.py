@@ -13,7 +13,7 @@ from torch_parallel.analysis.runs import by_label, held_equal, manifest, newest,
 def experiments_table(results_dir: str | Path = "results") -> str:
     """Seconds of an epoch and accuracy of the two comparisons, with machine, versions, date and repeats below."""
     lines = [
-        "| model, images | strategy | seconds of an epoch | test accuracy (%) | repeats |",
+        "| model, images, epochs | strategy | seconds of an epoch | test accuracy (%) | repeats |",
         "|---|---|---|---|---|",
     ]
     notes = []
@@ -26,14 +26,14 @@ def experiments_table(results_dir: str | Path = "results") -> str:
             for label, of_label in by_label(of_model).items():
                 seconds = _with_spread([run.epoch_s for run in of_label], ".2f")
                 accuracy = _with_spread([100 * run.epochs[-1].test_accuracy for run in of_label], ".2f")
-                name = f"{model}, {int(held['train_size']):,}"
+                name = f"{model}, {int(held['train_size']):,}, {held['epochs']}"
                 lines.append(f"| {name} | {label} | {seconds} | {accuracy} | {len(of_label)} |")
-        notes.append(f"`{folder.relative_to(results_dir)}`")
+        notes.append(f"`{folder.relative_to(results_dir)}` (commit {manifest(folder)['commit'][:7]})")
     about = manifest(newest("ring_all_reduce", results_dir))
     note = (
-        f"Medians (least to largest) over the seeds; {_machine(about)}, {about['started'][:10]}, commit "
-        f"{about['commit'][:7]}. Accuracy is that of the last epoch. All rows of a model are the same training: same "
-        f"data, order, global batch, steps, evaluation and processors. From {' and '.join(notes)} in `results/`."
+        f"Medians (least to largest) over the seeds; {_machine(about)}, {about['started'][:10]}. Accuracy is that of the "
+        f"last epoch. Two rows below each other are the same training: same data, order, global batch, steps, evaluation "
+        f"and processors. From {' and '.join(notes)} in `results/`."
     )
     return "\n".join([*lines, "", note])
 
