@@ -31,9 +31,9 @@ def experiments_table(results_dir: str | Path = "results") -> str:
         notes.append(f"`{folder.relative_to(results_dir)}` (commit {manifest(folder)['commit'][:7]})")
     about = manifest(newest("ring_all_reduce", results_dir))
     note = (
-        f"Medians (least to largest) over the seeds; {_machine(about)}, {about['started'][:10]}. Accuracy is that of the "
-        f"last epoch. Two rows below each other are the same training: same data, order, global batch, steps, evaluation "
-        f"and processors. From {' and '.join(notes)} in `results/`."
+        f"Medians (least to largest) over the seeds; {_machine(about)}, {about['started'][:10]}. Accuracy is that of "
+        f"the last epoch. Each pair of rows is the same training: same data, order, global batch, steps, evaluation and "
+        f"processors. From {' and '.join(notes)} in `results/`."
     )
     return "\n".join([*lines, "", note])
 
