@@ -95,12 +95,15 @@ def scaling_found(folder: str | Path) -> str:
         held_equal(largest, same=("threads",))
         one = statistics.median(run.epoch_s for run in largest if run.workers == 1)
         for label, of_label in by_label(of_model).items():
-            times = [_median(select(of_label, train_size=size)) for size in sizes]
-            grown = times[-1] / times[0]
+            longest = _median(select(of_label, train_size=sizes[-1]))
+            least = select(of_label, train_size=sizes[0])
+            grown = ""
+            if least:
+                times = longest / _median(least)
+                grown = f"{sizes[-1] / sizes[0]:.0f} times the images take {times:.1f} times as long; "
             lines.append(
-                f"{model}, {label}: {sizes[-1] / sizes[0]:.0f} times the images take {grown:.1f} times as long; "
-                f"with {sizes[-1]:,} images {one / times[-1]:.2f} times the speed of one process, "
-                f"efficiency {100 * one / times[-1] / of_label[0].workers:.0f} %"
+                f"{model}, {label}: {grown}with {sizes[-1]:,} images {one / longest:.2f} times the speed of "
+                f"one process, efficiency {100 * one / longest / of_label[0].workers:.0f} %"
             )
     return "\n".join(lines)
 
