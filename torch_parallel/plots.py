@@ -31,9 +31,9 @@ def draw_all(results_dir: Path, media: Path) -> list[Path]:
     media.mkdir(exist_ok=True)
     for name, (draw, experiment) in FIGURES.items():
         draw(newest(experiment, results_dir)).savefig(media / name, metadata={"Software": None})
-    timeline.draw(read_chrome_trace(newest("trace", results_dir) / "trace.json")).savefig(
-        media / "timeline.png", metadata={"Software": None}
-    )
+    events = read_chrome_trace(newest("trace", results_dir) / "trace.json")
+    first_step_s = min(event.end_s for event in events if event.lane == "compute")  # it warms up, and takes long
+    timeline.draw(events, first_s=first_step_s).savefig(media / "timeline.png", metadata={"Software": None})
     save_gif(COLLECTIVES["ring"], 4, media / "ring_all_reduce.gif")
     return [media / name for name in (*FIGURES, "timeline.png", "ring_all_reduce.gif")]
 

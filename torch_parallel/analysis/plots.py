@@ -125,7 +125,12 @@ def _with_data(panels: list[Axes], runs: list[Run]) -> None:
             repeats = [[run.epoch_s for run in of_size] for of_size in by_size.values()]
             _points(axes, [int(size) for size in by_size], repeats, label)
         axes.set(xscale="log", yscale="log", xlabel="training images", ylabel="seconds of an epoch", title=model)
-        axes.legend(frameon=False, fontsize=8)
+        sizes = sorted({int(run.setting("train_size")) for run in of_model})
+        axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        axes.minorticks_off()
+        axes.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
+        axes.set_ylim(min(run.epoch_s for run in of_model) / 8, 2 * max(run.epoch_s for run in of_model))
+        axes.legend(loc="lower right", frameon=False, fontsize=8)  # below the lines, which all rise to the right
 
 
 def _with_workers(speed_up: Axes, efficiency: Axes, runs: list[Run], model: str) -> None:
