@@ -85,6 +85,7 @@ class RunFolder:
         folder = cls.__new__(cls)
         folder.path = path
         folder._manifest = json.loads((path / "manifest.json").read_text())
+        folder._manifest.pop("error", None)  # of the time before
         return folder
 
     @property
