@@ -47,6 +47,9 @@ def test_a_trace_of_all_ranks(tmp_path: Path, strategy: str) -> None:
     if servers:  # the server copies the first worker's gradient and adds the second's; the workers copy parameters
         assert gradients == {(0, "copy"): 3, (0, "reduce"): 3, (1, "send"): 3, (2, "send"): 3}
         assert parameters == {(1, "copy"): 3, (2, "copy"): 3, (0, "send"): 6}
+    elif strategy == "sharded_param_server":  # each adds the other's part of its shard, and nobody sends parameters
+        assert gradients == {(rank, lane): 3 for rank in (0, 1) for lane in ("reduce", "send")}
+        assert not parameters
     else:  # one round each way
         assert gradients == {
             (rank, lane): n for rank in (0, 1) for lane, n in (("copy", 3), ("reduce", 3), ("send", 6))
