@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_parallel.analysis.findings import summary
-from torch_parallel.analysis.runs import manifest
+from torch_parallel.analysis.runs import Unequal, manifest
 from torch_parallel.results import COLUMNS, RunFolder, environment
 from torch_parallel.training.config import OneLineParser
 
@@ -165,6 +165,8 @@ class Grid:
             before = manifest(folder)
         except (OSError, ValueError):
             return False
+        if not str(before.get("commit")).isalnum():  # none, or with changes that nobody can tell from others
+            return False
         return before.get("status") != "completed" and all(
             before.get(key) == value for key, value in self.must_match.items()
         )
@@ -227,7 +229,7 @@ class Grid:
 
 @contextlib.contextmanager
 def _ended_with_us(command: list[str], variables: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A program in a process group of its own, which is ended if the block is left early."""
+    """A program that is ended if the block is left early; train.py then ends its workers."""
     process = subprocess.Popen(
         command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=_root()
     )
@@ -276,6 +278,9 @@ def main(arguments: list[str]) -> None:
         grid.run()
     except ExperimentError as error:
         sys.exit(f"experiment {options.name}: {error}")
-    print(summary(grid.folder.path, experiment.apart, experiment.same))
+    try:
+        print(summary(grid.folder.path, experiment.apart, experiment.same))
+    except Unequal as error:
+        sys.exit(f"experiment {options.name}: {error}")
     if len(grid.seeds) < 3:
         print("one repeat only: nothing here is to be compared")

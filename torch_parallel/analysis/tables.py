@@ -32,8 +32,8 @@ def experiments_table(results_dir: str | Path = "results") -> str:
     about = manifest(newest("ring_all_reduce", results_dir))
     note = (
         f"Medians (least to largest) over the seeds; {_machine(about)}, {about['started'][:10]}. Accuracy is that of "
-        f"the last epoch. Each pair of rows is the same training: data, order, global batch, steps, evaluation and "
-        f"processors. From {' and '.join(notes)} in `results/`."
+        f"the last epoch. Each pair of rows has the same data, order, global batch, steps, evaluation and processors; "
+        f"dropout and BatchNorm make mobilenet_v2 differ. From {' and '.join(notes)} in `results/`."
     )
     return "\n".join([*lines, "", note])
 
