@@ -222,7 +222,7 @@ def test_threads_have_links_too(clock: Clock) -> None:
     """The transport adds what is sent; the time is that of the link, and the trace of an observer shows it."""
     group = LocalGroup(2, links=Topology.of(2, "100B", "1s"))
     transports = [group.transport(rank) for rank in (0, 1)]
-    buffers = [transport._allocate(10, torch.float32) for transport in transports]
+    buffers = [transport._allocate(2, 10, torch.float32) for transport in transports]
     buffers[0][0].fill_(3.0)
     transports[0]._signals.post(READY, 1)
     transports[1].perform(broadcast_from(0), SharedBuffer(buffers[1], 1))
