@@ -61,7 +61,9 @@ def test_the_grids_are_those_that_were_asked_for() -> None:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Runs write one row and are remembered, in place of being run; the third one fails."""
+    """Runs write one row and are remembered, in place of being run; the third one fails. The code is committed."""
+    here = experiment.environment()
+    monkeypatch.setattr(experiment, "environment", lambda: here | {"commit": "abc"})
     seen: list[str] = []
 
     def run_one(grid: Grid, cell: Cell, seed: int) -> None:

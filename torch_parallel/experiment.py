@@ -46,12 +46,19 @@ class Cell:
     flags: tuple[tuple[str, Any], ...]
     threads: int | None = None  # OMP_NUM_THREADS, where the usual share of the processors is not meant
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """What is set in the environment of the program."""
+        return {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
+
+    def words(self, seed: int) -> list[str]:
+        """The program and its arguments."""
+        flags = (*self.flags, ("seed", seed))
+        return [self.program, *(word for name, value in flags for word in (f"--{name}", str(value)))]
+
     def command(self, seed: int) -> str:
         """As a reader would type it."""
-        words = ["python", self.program]
-        for name, value in (*self.flags, ("seed", seed)):
-            words += [f"--{name}", str(value)]
-        return (f"OMP_NUM_THREADS={self.threads} " if self.threads else "") + shlex.join(words)
+        return shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), "python", *self.words(seed)])
 
     def with_flags(self, **flags: Any) -> Cell:
         """The same program, strategy and number of processes with other flags."""
@@ -197,11 +204,8 @@ class Grid:
     def _run_one(self, cell: Cell, seed: int) -> None:
         """One command in fresh processes; its rows are added when it has ended well, all of them or none."""
         place = self.folder.path / "runs" / f"{time.time_ns()}"
-        words = shlex.split(cell.command(seed).split("python ", 1)[1])
-        settings = {"OMP_NUM_THREADS": str(cell.threads)} if cell.threads else {}
-        with _ended_with_us(
-            [sys.executable, *words, "--results_dir", str(place)], {**os.environ, **settings}
-        ) as process:
+        command = [sys.executable, *cell.words(seed), "--results_dir", str(place)]
+        with _ended_with_us(command, {**os.environ, **cell.variables}) as process:
             try:
                 output, errors = process.communicate(timeout=RUN_LIMIT_S)
             except subprocess.TimeoutExpired:
@@ -276,11 +280,8 @@ def main(arguments: list[str]) -> None:
     grid = Grid(options.name, experiment, SEEDS[:1] if options.quick else SEEDS, results_dir)
     try:
         grid.run()
-    except ExperimentError as error:
-        sys.exit(f"experiment {options.name}: {error}")
-    try:
         print(summary(grid.folder.path, experiment.apart, experiment.same))
-    except Unequal as error:
+    except (ExperimentError, Unequal) as error:
         sys.exit(f"experiment {options.name}: {error}")
     if len(grid.seeds) < 3:
         print("one repeat only: nothing here is to be compared")

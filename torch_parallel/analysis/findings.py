@@ -5,19 +5,27 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from torch_parallel.analysis.runs import PARTS, Run, by_label, held_equal, manifest, read_runs, select, spread
+from torch_parallel.analysis.runs import (
+    PARTS,
+    Run,
+    by_label,
+    by_setting,
+    held_equal,
+    machine_told,
+    manifest,
+    read_runs,
+    select,
+    spread,
+)
 
 
 def about(folder: str | Path) -> str:
     """Where and when the runs were made, with which code, and how many there are."""
     told = manifest(folder)
-    machine, versions = told["machine"], told["versions"]
-    runs = read_runs(folder)
-    cards = f"{len(told['cards'])} x {told['cards'][0]}, " if told["cards"] else ""
     return (
         f"{told['command']}\n"
-        f"{len(runs)} runs, begun {told['started'][:16].replace('T', ' ')}: {cards}{machine['processors']} cores of "
-        f"{machine['processor']}, torch {versions['torch']}, python {versions['python']}, commit {told['commit'][:12]}"
+        f"{len(read_runs(folder))} runs, begun {told['started'][:16].replace('T', ' ')}: {machine_told(told)}, "
+        f"python {told['versions']['python']}, commit {told['commit'][:12]}"
     )
 
 
@@ -47,8 +55,7 @@ def summary(folder: str | Path, apart: tuple[str, ...] = ("model",), same: tuple
 def ring_beside_ddp(folder: str | Path) -> str:
     """Whose epoch is shorter, and which of its parts make the difference; a paragraph for each model."""
     paragraphs = []
-    for model in dict.fromkeys(run.setting("model") for run in read_runs(folder)):
-        runs = select(read_runs(folder), model=model)
+    for model, runs in by_setting(read_runs(folder), "model").items():
         held_equal(runs)
         ring, ddp = select(runs, strategy="ring_all_reduce"), select(runs, strategy="ddp")
         ours, theirs = _median(ring), _median(ddp)
@@ -61,8 +68,7 @@ def ring_beside_ddp(folder: str | Path) -> str:
             ", ".join(f"{name} {_parts(ddp, of) - _parts(ring, of):+.2f} s" for name, of in parts)
             + " (positive: the ring needs less)."
         )
-        accuracies = [max(abs(a - b) for a, b in zip(_accuracies(ring), _accuracies(ddp), strict=True))]
-        told.append(f"Their accuracies differ by at most {accuracies[0]:.2f} points for any seed.")
+        told.append(f"Their accuracies differ by at most {_largest_difference(ring, ddp):.2f} points for any seed.")
         paragraphs.append(" ".join(told))
     return "\n".join(paragraphs)
 
@@ -70,11 +76,10 @@ def ring_beside_ddp(folder: str | Path) -> str:
 def server_beside_data_parallel(folder: str | Path) -> str:
     """Accuracy of both, seed by seed, and whose epoch is shorter; a paragraph for each model."""
     paragraphs = []
-    for model in dict.fromkeys(run.setting("model") for run in read_runs(folder)):
-        runs = select(read_runs(folder), model=model)
+    for model, runs in by_setting(read_runs(folder), "model").items():
         held_equal(runs)
         server, builtin = select(runs, strategy="param_server"), select(runs, strategy="data_parallel")
-        difference = max(abs(a - b) for a, b in zip(_accuracies(server), _accuracies(builtin), strict=True))
+        difference = _largest_difference(server, builtin)
         _, worst, best = spread(_accuracies(builtin))
         paragraphs.append(
             f"{model}: for one seed the two differ by at most {difference:.2f} points of accuracy, while the seeds of "
@@ -88,8 +93,7 @@ def scaling_found(folder: str | Path) -> str:
     """How epochs grow with the data, and what more workers bring, against one process with one thread."""
     runs = [run for run in read_runs(folder) if run.strategy != "data_parallel"]
     lines = []
-    for model in dict.fromkeys(run.setting("model") for run in runs):
-        of_model = select(runs, model=model)
+    for model, of_model in by_setting(runs, "model").items():
         sizes = sorted({int(run.setting("train_size")) for run in of_model})
         largest = select(of_model, train_size=sizes[-1])
         held_equal(largest, same=("threads",))
@@ -116,6 +120,11 @@ def _parts(runs: list[Run], names: tuple[str, ...]) -> float:
     """Median over the runs of the seconds that go into these parts of an epoch."""
     assert set(names) <= set(PARTS)
     return statistics.median(sum(run.part_s(name) or 0.0 for name in names) for run in runs)
+
+
+def _largest_difference(some: list[Run], others: list[Run]) -> float:
+    """Of the accuracies, in points, seed by seed."""
+    return max(abs(a - b) for a, b in zip(_accuracies(some), _accuracies(others), strict=True))
 
 
 def _accuracies(runs: list[Run]) -> list[float]:

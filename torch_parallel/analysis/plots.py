@@ -12,20 +12,19 @@ import statistics
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from torch_parallel.analysis.figure import Figure, style
-from torch_parallel.analysis.runs import PARTS, Run, by_label, held_equal, read_runs, select, spread
+from torch_parallel.analysis.runs import PARTS, Run, by_label, by_setting, held_equal, read_runs, select, spread
 
 PART_COLOURS = {"compute": "#0072B2", "exchange": "#D55E00", "wait": "#B0B0B0", "update": "#009E73"}
 
 
 def accuracy(folder: str | Path) -> Figure:
     """Test accuracy over epochs and over seconds of training, a row for each model."""
-    models = _by(read_runs(folder), "model")
+    models = by_setting(read_runs(folder), "model")
     figure = Figure(9.0, 3.3 * len(models))
     rows = figure.subplots(len(models), 2, squeeze=False)
     for (model, runs), (over_epochs, over_seconds) in zip(models.items(), rows, strict=True):
@@ -61,7 +60,7 @@ def epoch_parts(folder: str | Path) -> Figure:
     DistributedDataParallel times its exchange together with its waiting, in one of a hundred steps; what backward hides
     of it is compute, and all of it where an epoch has fewer steps.
     """
-    models = _by(read_runs(folder), "model")
+    models = by_setting(read_runs(folder), "model")
     figure = Figure(9.0, 0.9 + 1.5 * len(models))
     panels = figure.subplots(len(models), 1, squeeze=False)[:, 0]
     for (model, runs), axes in zip(models.items(), panels, strict=True):
@@ -117,11 +116,11 @@ def scaling_with_workers(folder: str | Path, model: str = "cnn") -> Figure:
 
 def _with_data(panels: list[Axes], runs: list[Run]) -> None:
     for axes, (model, of_model) in zip(
-        panels, _by([run for run in runs if run.workers <= 2], "model").items(), strict=True
+        panels, by_setting([run for run in runs if run.workers <= 2], "model").items(), strict=True
     ):
         held_equal(of_model, but=("train_size", "steps", "epochs"), same=())
         for label, of_label in by_label(of_model).items():
-            by_size = _by(of_label, "train_size")
+            by_size = by_setting(of_label, "train_size")
             repeats = [[run.epoch_s for run in of_size] for of_size in by_size.values()]
             _points(axes, [int(size) for size in by_size], repeats, label)
         axes.set(xscale="log", yscale="log", xlabel="training images", ylabel="seconds of an epoch", title=model)
@@ -140,8 +139,8 @@ def _with_workers(speed_up: Axes, efficiency: Axes, runs: list[Run], model: str)
     runs = select(runs, train_size=images)
     held_equal(runs, same=("threads",))
     one = statistics.median(run.epoch_s for run in runs if run.workers == 1)
-    for strategy, of_strategy in _by([run for run in runs if run.workers > 1], "strategy").items():
-        by_count = _by(of_strategy, "workers")
+    for strategy, of_strategy in by_setting([run for run in runs if run.workers > 1], "strategy").items():
+        by_count = by_setting(of_strategy, "workers")
         counts = [int(count) for count in by_count]
         ratios = [[one / run.epoch_s for run in of_count] for of_count in by_count.values()]
         _points(speed_up, counts, ratios, strategy)
@@ -168,15 +167,3 @@ def _points(axes: Axes, places: list[int], repeats: list[list[float]], label: st
     )
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)
-
-
-def _by(runs: list[Run], name: str) -> dict[str, list[Run]]:
-    """Runs by one of their settings, in the order in which its values first occur, numbers in their own order."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(str(run.setting(name)), []).append(run)
-    return dict(sorted(groups.items(), key=lambda item: _rank(item[0])))
-
-
-def _rank(value: str) -> Any:
-    return (0, int(value)) if value.isdigit() else (1, 0)

@@ -116,6 +116,13 @@ def manifest(folder: str | Path) -> dict[str, Any]:
     return content
 
 
+def machine_told(about: dict[str, Any]) -> str:
+    """Cards, processors and torch of a manifest, in a few words."""
+    machine = about["machine"]
+    cards = f"{len(about['cards'])} x {about['cards'][0]}, " if about["cards"] else ""
+    return f"{cards}{machine['processors']} cores of {machine['processor']}, torch {about['versions']['torch']}"
+
+
 def read_runs(folder: str | Path) -> list[Run]:
     """All runs of an experiment, in the order in which they were made."""
     with open(Path(folder) / "runs.csv", newline="") as file:
@@ -169,6 +176,14 @@ def by_label(runs: list[Run]) -> dict[str, list[Run]]:
     for run in runs:
         groups.setdefault(label(run), []).append(run)
     return groups
+
+
+def by_setting(runs: list[Run], name: str) -> dict[str, list[Run]]:
+    """Runs by one of their settings, in the order in which its values first occur, numbers in their own order."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(str(run.setting(name)), []).append(run)
+    return dict(sorted(groups.items(), key=lambda item: (0, int(item[0])) if item[0].isdigit() else (1, 0)))
 
 
 def label(run: Run) -> str:

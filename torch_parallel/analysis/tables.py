@@ -5,9 +5,17 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
-from typing import Any
 
-from torch_parallel.analysis.runs import by_label, held_equal, manifest, newest, read_runs, spread
+from torch_parallel.analysis.runs import (
+    by_label,
+    by_setting,
+    held_equal,
+    machine_told,
+    manifest,
+    newest,
+    read_runs,
+    spread,
+)
 
 
 def experiments_table(results_dir: str | Path = "results") -> str:
@@ -19,9 +27,7 @@ def experiments_table(results_dir: str | Path = "results") -> str:
     notes = []
     for experiment in ("ring_all_reduce", "param_server"):
         folder = newest(experiment, results_dir)
-        runs = read_runs(folder)
-        for model in dict.fromkeys(run.setting("model") for run in runs):
-            of_model = [run for run in runs if run.setting("model") == model]
+        for model, of_model in by_setting(read_runs(folder), "model").items():
             held = held_equal(of_model)
             for label, of_label in by_label(of_model).items():
                 seconds = _with_spread([run.epoch_s for run in of_label], ".2f")
@@ -31,9 +37,9 @@ def experiments_table(results_dir: str | Path = "results") -> str:
         notes.append(f"`{folder.relative_to(results_dir)}` (commit {manifest(folder)['commit'][:7]})")
     about = manifest(newest("ring_all_reduce", results_dir))
     note = (
-        f"Medians (least to largest) over the seeds; {_machine(about)}, {about['started'][:10]}. Accuracy is that of "
-        f"the last epoch. Each pair of rows has the same data, order, global batch, steps, evaluation and processors; "
-        f"dropout and BatchNorm make mobilenet_v2 differ. From {' and '.join(notes)} in `results/`."
+        f"Medians (least to largest) over the seeds; {machine_told(about)}, {about['started'][:10]}. Accuracy is that "
+        f"of the last epoch. Each pair of rows has the same data, order, global batch, steps, evaluation and "
+        f"processors; dropout and BatchNorm make mobilenet_v2 differ. From {' and '.join(notes)} in `results/`."
     )
     return "\n".join([*lines, "", note])
 
@@ -48,7 +54,9 @@ def bench_table(results_dir: str | Path = "results") -> str:
         ways = {row["way"]: float(row["times_faster_than_gloo"]) for row in rows if int(row["size_bytes"]) == size}
         lines.append(f"| {_size(size)} | {ways['ring']:.1f} | {ways['ring, ordinary tensor']:.1f} |")
     about = manifest(folder)
-    note = f"{about['n']} processes, both sides in turns in the same ones; {_machine(about)}, {about['started'][:10]}."
+    note = (
+        f"{about['n']} processes, both sides in turns in the same ones; {machine_told(about)}, {about['started'][:10]}."
+    )
     return "\n".join([*lines, "", note])
 
 
@@ -69,12 +77,6 @@ def epoch_note(results_dir: str | Path = "results") -> str:
 def _with_spread(values: list[float], how: str) -> str:
     middle, least, largest = (format(value, how) for value in spread(values))
     return f"{middle} ({least} to {largest})"
-
-
-def _machine(about: dict[str, Any]) -> str:
-    machine, versions = about["machine"], about["versions"]
-    cards = f"{len(about['cards'])} {about['cards'][0]}, " if about["cards"] else ""
-    return f"{cards}{machine['processors']} cores of {machine['processor']}, torch {versions['torch']}"
 
 
 def _size(size_bytes: int) -> str:

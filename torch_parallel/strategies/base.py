@@ -125,6 +125,13 @@ class Strategy(ABC):
     def step(self) -> None:
         """Makes of the gradients on all ranks the next parameters on all ranks. Raises NotFinite."""
 
+    def _updated(self, bucket_index: int, start_s: float) -> None:
+        """An update that began at `start_s` is done."""
+        end_s = time.perf_counter()
+        self.update_s += end_s - start_s
+        if self.on_update is not None:
+            self.on_update(bucket_index, start_s, end_s)
+
     def close(self) -> None:  # noqa: B027  # most have nothing to do
         """After the last step, on all ranks."""
 
@@ -247,10 +254,7 @@ class FromScratch(Strategy):
         start_s = time.perf_counter()
         self.communicator.status.phase(UPDATING)
         yield
-        end_s = time.perf_counter()
-        self.update_s += end_s - start_s
-        if self.on_update is not None:
-            self.on_update(bucket.index, start_s, end_s)
+        self._updated(bucket.index, start_s)
 
 
 def norm_of(tensors: list[Tensor]) -> float:
@@ -261,6 +265,9 @@ def norm_of(tensors: list[Tensor]) -> float:
 
 def _not_finite(gradients: Tensor, parts: Iterable[tuple[str, Tensor]]) -> str | None:
     """The first part that is not finite, by name. One pass; a sum may also overflow, so then it looks again."""
-    if torch.isfinite(gradients.sum()):
-        return None
+    return None if torch.isfinite(gradients.sum()) else first_not_finite(parts)
+
+
+def first_not_finite(parts: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The name of the first that holds a NaN or an infinity."""
     return next((name for name, part in parts if not torch.isfinite(part).all()), None)

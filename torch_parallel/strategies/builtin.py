@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch_parallel.communicator import Communicator
 from torch_parallel.gradients.buckets import NamedParameters
 from torch_parallel.status import UPDATING
-from torch_parallel.strategies.base import NotFinite, OptimizerFactory, Strategy
+from torch_parallel.strategies.base import NotFinite, OptimizerFactory, Strategy, first_not_finite
 
 SAMPLED_EVERY = 100
 """DistributedDataParallel times its own exchange in one of so many steps."""
@@ -48,10 +48,11 @@ class Builtin(Strategy):
     def step(self) -> None:
         start_s = time.perf_counter()
         self.communicator.status.phase(UPDATING)
-        gradients = [each.grad for _, each in self.parameters if each.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        gradients = [(name, each.grad) for name, each in self.parameters if each.grad is not None]
+        norm = torch.nn.utils.get_total_norm([gradient for _, gradient in gradients])
         self.last_norm = norm.item()
-        if not math.isfinite(self.last_norm) and (name := self._not_finite()) is not None:
+        # a norm may overflow though no gradient does
+        if not math.isfinite(self.last_norm) and (name := first_not_finite(gradients)) is not None:
             if not self.skip_not_finite:
                 raise NotFinite(f"the gradient of {name} is NaN or infinite")
             self.skipped_steps += 1
@@ -60,17 +61,7 @@ class Builtin(Strategy):
             parameters = [each for _, each in self.parameters]
             torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
         self.optimizers[0].step()
-        end_s = time.perf_counter()
-        self.update_s += end_s - start_s
-        if self.on_update is not None:
-            self.on_update(0, start_s, end_s)
-
-    def _not_finite(self) -> str | None:
-        """The first parameter whose gradient is not finite; none, where it was only the norm that overflowed."""
-        for name, parameter in self.parameters:
-            if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
-                return name
-        return None
+        self._updated(0, start_s)
 
 
 class DistributedDataParallelStrategy(Builtin):

@@ -166,6 +166,11 @@ class RunConfig:
                 raise ConfigError(f"--{each.name} {getattr(self, each.name)}: {who} has no such option; leave it out")
 
     @property
+    def process_count(self) -> int:
+        """Processes that are started for `n_gpus`."""
+        return STRATEGIES[self.strategy].process_count(self.n_gpus or 1)
+
+    @property
     def learning_rate(self) -> float:
         """`lr`, or the optimizer's default."""
         return DEFAULT_LR[self.optimizer] if self.lr is None else self.lr

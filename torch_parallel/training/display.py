@@ -38,7 +38,7 @@ class Display:
         self.folder = folder
         self.model_name = model_name
         self.device = device
-        self.processes = STRATEGIES[config.strategy].process_count(config.n_gpus or 1)
+        self.processes = config.process_count
         self.verbose = verbose
         self.servers = STRATEGIES[config.strategy].server_count
         self.launched_s = time.perf_counter()

@@ -106,8 +106,8 @@ def _stragglers(config: RunConfig) -> dict[int, Slowdown]:
             raise ValueError(
                 f"--straggler {config.straggler}: rank {rank} is a server, which computes nothing: take a worker"
             )
-        if config.n_gpus is not None and rank >= STRATEGIES[config.strategy].process_count(config.n_gpus):
-            last = STRATEGIES[config.strategy].process_count(config.n_gpus) - 1
+        if config.n_gpus is not None and rank >= config.process_count:
+            last = config.process_count - 1
             raise ValueError(
                 f"--straggler {config.straggler}: there is no rank {rank}: workers are {servers} to {last}"
             )

@@ -78,7 +78,7 @@ def train(
         test_size=len(dataset.test_targets),
         epochs=config.epochs_on(dataset.name),
     )
-    processes = STRATEGIES[config.strategy].process_count(n)
+    processes = config.process_count
     if processes < n and device == "cpu":
         device_line = f"no GPU: {config.strategy} runs the plain module in {processes} process"
     resume_from, resume_line = _checkpoint_to_resume(config, dataset.name) if config.resume else (None, None)
@@ -144,7 +144,7 @@ def _check_the_machine(config: RunConfig, dataset: Dataset, make_model: Callable
     required = preflight.needs(
         make_model,
         itemsize=getattr(torch, config.dtype).itemsize,
-        n=STRATEGIES[config.strategy].process_count(config.n_gpus or 1),
+        n=config.process_count,
         has_server=STRATEGIES[config.strategy].server_count > 0,
         bucket_bytes=int(config.bucket_mb * 2**20),
         data_bytes=sum(getattr(dataset, name).nbytes for name in TENSORS),
