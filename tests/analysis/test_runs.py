@@ -130,6 +130,13 @@ def test_nor_are_other_seeds_numbers_of_epochs_and_processors(tmp_path: Path) ->
     held_equal([ring, builtin], same=())
 
 
+def test_nor_mixtures_though_both_sides_have_the_same(tmp_path: Path) -> None:
+    sides = ("ring_all_reduce", "ddp")
+    runs = [made(side, seed, [1.0], lr=lr) for seed, lr in ((0, 0.5), (1, 0.02)) for side in sides]
+    with pytest.raises(Unequal, match=r"differ in lr \(ring_all_reduce, 2 workers: 0.02, 0.5; ddp"):
+        held_equal(read_runs(written(tmp_path / "a", *runs)))
+
+
 def test_labels() -> None:
     rows = [("ring_all_reduce", 1), ("ring_all_reduce", 4), ("ddp", 2), ("data_parallel", 1)]
     assert _labels(rows) == [

@@ -206,20 +206,20 @@ def held_equal(runs: list[Run], but: tuple[str, ...] = (), same: tuple[str, ...]
     for name in (*HELD, *same):
         if name in but:
             continue
-        seen = {key: _setting(of_label, name) for key, of_label in by_label(runs).items()}
-        values = set(seen.values())
+        seen = {key: _values(of_label, name) for key, of_label in by_label(runs).items()}
+        values = {value for of_label in seen.values() for value in of_label}
         if len(values) > 1:
-            told = "; ".join(f"{key}: {value}" for key, value in seen.items())
+            told = "; ".join(f"{key}: {', '.join(of_label)}" for key, of_label in seen.items())
             raise Unequal(f"these runs cannot be compared, for they differ in {name} ({told})")
         common[name] = values.pop()
     return common
 
 
-def _setting(runs: list[Run], name: str) -> str:
-    """The value that runs of one label share, or all their values."""
+def _values(runs: list[Run], name: str) -> list[str]:
+    """All that runs of one label have; their seeds, which differ, together are one value."""
     if name == "seeds":
-        return ", ".join(sorted({str(run.seed) for run in runs}, key=int))
-    return ", ".join(sorted({str(run.setting(name)) for run in runs}))
+        return [", ".join(sorted({str(run.seed) for run in runs}, key=int))]
+    return sorted({str(run.setting(name)) for run in runs})
 
 
 def spread(values: list[float]) -> tuple[float, float, float]:
