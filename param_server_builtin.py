@@ -35,7 +35,7 @@ def train(config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
     options = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "fused": True}
     options |= {"momentum": config.momentum} if config.optimizer == "sgd" else {}
     optimizer = OPTIMIZERS[config.optimizer](bare.parameters(), **options)
-    torch.manual_seed(config.seed + 1)
+    torch.manual_seed(config.seed * 1_000_003 + 7919)  # as the first rank of train.py
     count, epochs = len(dataset.train_targets), config.epochs_on(dataset.name)
     for epoch in range(1, epochs + 1):
         generator = torch.Generator().manual_seed((config.seed * 1_000_003 + epoch) % 2**63)

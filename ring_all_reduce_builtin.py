@@ -3,11 +3,13 @@
     python ring_all_reduce_builtin.py --n_gpus 2 --batch_size 64 --epochs 2
 
 Same flags, data, seed, order, global batch and evaluation; none of the code that it is compared with. Its settings are
-those that make it fastest here: gradients are views of the buckets, the graph is static, the optimizer is fused.
+those that make it fastest here: gradients are views of the buckets, the graph is static, the optimizer is fused, and
+BatchNorm's statistics are each rank's own until they are evaluated.
 """
 
 import contextlib
 import dataclasses
+import inspect
 import os
 import statistics
 import sys
@@ -26,9 +28,11 @@ from torch_parallel.training.config import CONTROL_FLAGS, ConfigError, RunConfig
 from torch_parallel.training.evaluate import count_correct
 from torch_parallel.workloads import DataError, Dataset, build_model, load_dataset
 
+NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 DDP_SETTINGS = {"gradient_as_bucket_view": True, "static_graph": True}
-TIMED_EVERY = 100
-"""DDP times its own exchange in one of so many steps."""
+DDP_SETTINGS |= {"forward_sync_buffers" if NEW_NAME else "broadcast_buffers": False}
+TIMED_EVERY = 10
+"""DDP times its own exchange in one of so many steps; torch's default is 100."""
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
@@ -43,11 +47,12 @@ def train_rank(rank: int, world_size: int, port: int, config: RunConfig, dataset
     torch.manual_seed(config.seed)
     bare = build_model(config.model, dataset.image_shape, dataset.class_count).to(device, dtype)
     model = DistributedDataParallel(bare, device_ids=[rank] if on_gpu else None, **DDP_SETTINGS)
+    model._set_ddp_runtime_logging_sample_rate(TIMED_EVERY)
     options = {"momentum": config.momentum} if config.optimizer == "sgd" else {}
     optimizer = OPTIMIZERS[config.optimizer](
         bare.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True, **options
     )
-    torch.manual_seed(config.seed + 1 + rank)  # dropout draws differ between the ranks
+    torch.manual_seed(config.seed * 1_000_003 + 7919 * (rank + 1))  # dropout draws differ between the ranks
     count = len(dataset.train_targets)
     for epoch in range(1, config.epochs_on(dataset.name) + 1):
         generator = torch.Generator().manual_seed((config.seed * 1_000_003 + epoch) % 2**63)
@@ -83,9 +88,9 @@ def train_rank(rank: int, world_size: int, port: int, config: RunConfig, dataset
             row = {"epoch": epoch, "steps": -(-count // config.batch_size), "train_s": train_s, "update_s": update_s}
             row |= {"samples_per_s": (count - warm_up[1]) / (train_s - warm_up[0]), "train_loss": train_loss / count}
             row |= {"test_loss": test_loss / test_count, "test_accuracy": correct / test_count}
-            row["exchange_s"] = row["steps"] * statistics.median(exchange_s) if exchange_s else ""
+            row["exchange_s"] = row["steps"] * statistics.fmean(exchange_s) if exchange_s else ""
             row["compute_s"] = train_s - update_s - (row["exchange_s"] or 0.0)
-            record(row, config, dataset, folder)
+            record(row, exchange_s, config, dataset, folder)
     if rank == 0:
         torch.save({name: value.cpu() for name, value in bare.state_dict().items()}, folder.path / "weights.pt")
     dist.barrier(device_ids=[rank] if on_gpu else None)
@@ -100,12 +105,17 @@ def exposed_exchange_s(model: DistributedDataParallel) -> float:
 
 def threads(world_size: int) -> int:
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdigit() and int(asked) else max(1, len(os.sched_getaffinity(0)) // world_size)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return int(asked) if asked.isdigit() and int(asked) else max(1, usable // world_size)
 
 
-def record(row: dict, config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
-    """A line on the screen and a row of runs.csv. DDP exchanges during backward, and itself times it now and then."""
-    parts = f"exchange and wait {row['exchange_s']:.2f} s  compute" if row["exchange_s"] else "compute and exchange"
+def record(row: dict, exchange_s: list[float], config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
+    """A line on the screen and a row of runs.csv. DDP exchanges during backward, and itself times some steps of it."""
+    parts = "compute and exchange"
+    if len(exchange_s) > 1:
+        low, _, high = (row["steps"] * quartile for quartile in statistics.quantiles(exchange_s, n=4))
+        sampled = f"{low:.2f} to {high:.2f} by the quartiles of {len(exchange_s)} steps timed"
+        parts = f"exchange and wait {row['exchange_s']:.2f} s ({sampled})  compute"
     print(
         f"epoch {row['epoch']}/{config.epochs_on(dataset.name)}  train loss {row['train_loss']:.4f}  "
         f"test accuracy {100 * row['test_accuracy']:.2f} %  {row['samples_per_s']:,.0f} samples/s  "

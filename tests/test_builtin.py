@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +25,8 @@ def control(script: str, folder: Path, *more: str) -> subprocess.CompletedProces
     return subprocess.run(command, capture_output=True, text=True, timeout=110)
 
 
-def trained(script: str, folder: Path) -> dict[str, Tensor]:
-    done = control(script, folder, "--n_gpus", "2")
+def trained(script: str, folder: Path, *more: str) -> dict[str, Tensor]:
+    done = control(script, folder, "--n_gpus", "2", *more)
     assert done.returncode == 0, done.stderr
     (run,) = folder.iterdir()
     weights: dict[str, Tensor] = torch.load(run / "weights.pt")
@@ -37,25 +38,17 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     return ours("ring_all_reduce", 1, tmp_path_factory.mktemp("one"))
 
 
-def ours(strategy: str, n: int, folder: Path) -> dict[str, Tensor]:
-    configuration = RunConfig(
-        strategy=strategy,
-        n_gpus=n,
-        dataset="digits",
-        train_size=203,  # the last batch has 3 samples
-        batch_size=20,
-        epochs=2,
-        dtype="float64",
-        device="cpu",
-        results_dir=str(folder),
-    )
+def ours(strategy: str, n: int, folder: Path, **more: Any) -> dict[str, Tensor]:
+    same: dict[str, Any] = {"dataset": "digits", "batch_size": 20, "epochs": 2, "dtype": "float64", "device": "cpu"}
+    same["train_size"] = 203  # the last batch has 3 samples
+    configuration = RunConfig(strategy=strategy, n_gpus=n, results_dir=str(folder), **{**same, **more})
     return train(configuration, verbose=False).weights
 
 
 def deviation(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
     assert weights.keys() == reference.keys()
     return max(
-        (torch.linalg.vector_norm(weights[name] - value) / torch.linalg.vector_norm(value)).item()
+        (torch.linalg.vector_norm((weights[name] - value).double()) / torch.linalg.vector_norm(value.double())).item()
         for name, value in reference.items()
     )
 
@@ -70,6 +63,18 @@ def test_a_control_ends_with_the_weights_of_one_process(
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_and_so_does_every_strategy(strategy: str, tmp_path: Path, one_process: dict[str, Tensor]) -> None:
     assert deviation(ours(strategy, 2 + STRATEGIES[strategy].server_count, tmp_path), one_process) <= 1e-12
+
+
+@pytest.mark.parametrize("side", ["ring_all_reduce_builtin.py", "ddp"])
+def test_dropout_and_batch_norm_are_the_same_under_ring_and_ddp(side: str, tmp_path: Path) -> None:
+    """Each rank draws the same masks under both, and BatchNorm's statistics are its own while it trains."""
+    model = {"model": "mobilenet_v2", "optimizer": "adamw", "train_size": 60, "test_size": 20, "epochs": 1}
+    ring = ours("ring_all_reduce", 2, tmp_path / "ring", **model)
+    if side == "ddp":
+        theirs = ours("ddp", 2, tmp_path / "ddp", **model)
+    else:
+        theirs = trained(side, tmp_path / "control", *(f"--{name}={value}" for name, value in model.items()))
+    assert deviation(theirs, ring) <= 1e-12
 
 
 def test_a_control_writes_the_same_columns_and_says_what_it_runs(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from torch_parallel import experiment
-from torch_parallel.analysis.runs import by_label, read_runs
-from torch_parallel.experiment import EXPERIMENTS, SEEDS, Cell, Experiment, Grid, control, train_py
+from torch_parallel.analysis.runs import Unequal, by_label, read_runs
+from torch_parallel.experiment import EXPERIMENTS, SEEDS, Cell, Experiment, Grid, ddp, train_py
 from torch_parallel.results import COLUMNS
 
 ROOT = Path(__file__).parents[1]
-TWO = Experiment("two cells", [train_py("ring_all_reduce", 2, epochs=1), control("ring_all_reduce_builtin.py", 2)])
+TWO = Experiment("two cells", [train_py("ring_all_reduce", 2, epochs=1), ddp(2)])
 
 
 def commands(grid: Grid) -> list[str]:
@@ -25,8 +25,8 @@ def commands(grid: Grid) -> list[str]:
 
 def test_every_other_repeat_takes_the_cells_in_the_reverse_order(tmp_path: Path) -> None:
     ours, theirs = (
-        "python train.py --strategy ring_all_reduce --n_gpus 2 --epochs 1",
-        "python ring_all_reduce_builtin.py",
+        "OMP_NUM_THREADS=1 python train.py --strategy ring_all_reduce --n_gpus 2 --epochs 1",
+        "OMP_NUM_THREADS=1 python ring_all_reduce_builtin.py",
     )
     assert commands(Grid("two", TWO, (0, 1, 2), str(tmp_path))) == [
         f"{ours} --seed 0",
@@ -74,6 +74,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         grid._add([{"run_id": str(len(seen)), "command": cell.command(seed)}])
 
     monkeypatch.setattr(Grid, "_run_one", run_one)
+    monkeypatch.setattr(Grid, "summary", lambda grid: "")
     return seen
 
 
@@ -85,11 +86,36 @@ def test_a_grid_that_was_stopped_goes_on(tmp_path: Path, written: list[str]) -> 
     again = Grid("two", TWO, (0, 1), str(tmp_path))
     assert again.folder.path == grid.folder.path
     again.run()
+    assert not (grid.folder.path / "runs").exists()
     assert written == [*commands(grid)[:2], "failed", *commands(grid)[2:]]
     with open(again.table, newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["command"] for row in rows] == commands(grid) and list(rows[0]) == list(COLUMNS)
     assert json.loads((grid.folder.path / "manifest.json").read_text())["status"] == "completed"
+
+
+def test_two_processes_do_not_make_the_same_grid(tmp_path: Path, written: list[str]) -> None:
+    grid = Grid("two", TWO, (0,), str(tmp_path))
+    grid.folder.write_manifest(**(grid.here | grid.must_match), status="running")
+    with experiment._alone_in(grid.folder.path):  # as the first of them does
+        second = Grid("two", TWO, (0,), str(tmp_path))
+        assert second.folder.path == grid.folder.path
+        with pytest.raises(experiment.ExperimentError, match="another process is at it"):
+            second.run()
+    assert json.loads((grid.folder.path / "manifest.json").read_text())["status"] == "running"
+    second.run()
+
+
+def test_runs_that_cannot_be_compared_end_the_grid_after_the_first_repeat(
+    tmp_path: Path, written: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def differ(grid: Grid) -> str:
+        raise Unequal("they differ in steps")
+
+    monkeypatch.setattr(Grid, "summary", differ)
+    with pytest.raises(Unequal):
+        Grid("two", TWO, (0, 1, 2), str(tmp_path)).run()
+    assert len(written) == 2
 
 
 def test_but_not_with_other_code_or_another_grid(
@@ -112,7 +138,7 @@ def test_a_finished_grid_is_not_touched_again(tmp_path: Path, written: list[str]
 
 def test_a_run_that_fails_is_named_with_its_own_words(tmp_path: Path) -> None:
     broken = Experiment("broken", [train_py("ring_all_reduce", 2, dataset="digits", train_size=10**6)])
-    with pytest.raises(experiment.ExperimentError, match=r"python train.py .* exit code 2: .*train_size.*goes on"):
+    with pytest.raises(experiment.ExperimentError, match=r"1 python train.py .* exit code 2: .*train_size.*goes on"):
         Grid("broken", broken, (0,), str(tmp_path)).run()
 
 
@@ -126,7 +152,7 @@ def test_the_command_runs_a_small_grid_for_real(tmp_path: Path) -> None:
     (folder,) = (tmp_path / "ring_all_reduce").iterdir()
     runs = read_runs(folder)
     assert list(by_label(runs)) == ["ring_all_reduce, 2 workers", "ddp, 2 workers"]
-    assert all(run.setting("command").startswith("python ") for run in runs)
+    assert all(run.setting("command").startswith("OMP_NUM_THREADS=1 python ") for run in runs)
     # the same training: the same accuracy after every epoch
     ours, theirs = ([epoch.test_accuracy for epoch in run.epochs] for run in runs)
     assert ours == theirs and len(ours) == 2

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import fcntl
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -44,12 +46,12 @@ class Cell:
 
     program: str
     flags: tuple[tuple[str, Any], ...]
-    threads: int | None = None  # OMP_NUM_THREADS, where the usual share of the processors is not meant
+    threads: int  # OMP_NUM_THREADS, of one process: the same grid on a machine with more processors is the same
 
     @property
     def variables(self) -> dict[str, str]:
         """What is set in the environment of the program."""
-        return {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
+        return {"OMP_NUM_THREADS": str(self.threads)}
 
     def words(self, seed: int) -> list[str]:
         """The program and its arguments."""
@@ -66,17 +68,21 @@ class Cell:
         return replace(self, flags=tuple({**kept, **flags}.items()))
 
 
-def train_py(strategy: str, n: int, threads: int | None = None, **flags: Any) -> Cell:
-    """A run of train.py."""
-    return Cell("train.py", (("strategy", strategy), ("n_gpus", n), *flags.items()), threads)
+def train_py(strategy: str, n: int, **flags: Any) -> Cell:
+    """A run of train.py, each process with one thread."""
+    return Cell("train.py", (("strategy", strategy), ("n_gpus", n), *flags.items()), threads=1)
 
 
-def control(program: str, n: int, **flags: Any) -> Cell:
-    """A run of one of the two built-in scripts."""
-    return Cell(program, (("n_gpus", n), *flags.items()))
+def ddp(n: int, **flags: Any) -> Cell:
+    """A run of DistributedDataParallel's control, likewise."""
+    return Cell("ring_all_reduce_builtin.py", (("n_gpus", n), *flags.items()), threads=1)
 
 
-DDP, DATA_PARALLEL = "ring_all_reduce_builtin.py", "param_server_builtin.py"
+def data_parallel(n: int, **flags: Any) -> Cell:
+    """A run of DataParallel's control: one process, which takes as many threads as there would be workers."""
+    return Cell("param_server_builtin.py", (("n_gpus", n), *flags.items()), threads=n)
+
+
 SEEDS = (0, 1, 2)
 CNN: dict[str, Any] = {"model": "cnn", "dataset": "mnist"}
 MOBILENET: dict[str, Any] = CNN | {"model": "mobilenet_v2", "optimizer": "adamw", "batch_size": 16, "test_size": 500}
@@ -88,7 +94,7 @@ def _param_server() -> list[Cell]:
     return [
         cell
         for flags in (CNN | {"epochs": 3}, MOBILENET | {"train_size": 1000, "epochs": 4})
-        for cell in (train_py("param_server", 3, **flags), control(DATA_PARALLEL, 2, **flags))
+        for cell in (train_py("param_server", 3, **flags), data_parallel(2, **flags))
     ]
 
 
@@ -96,7 +102,7 @@ def _ring() -> list[Cell]:
     return [
         cell
         for flags in (CNN | {"epochs": 3}, MOBILENET | {"train_size": 1000, "epochs": 3})
-        for cell in (train_py("ring_all_reduce", 2, **flags), control(DDP, 2, **flags))
+        for cell in (train_py("ring_all_reduce", 2, **flags), ddp(2, **flags))
     ]
 
 
@@ -104,14 +110,12 @@ def _scaling() -> list[Cell]:
     cells = []
     for size in (1_000, 10_000, 60_000):
         flags = CNN | {"train_size": size, "epochs": 4 if size == 1_000 else 2}
-        cells += [train_py("ring_all_reduce", n, threads=1, **flags) for n in (1, 2)]
-        cells += [train_py("param_server", 3, threads=1, **flags)]
-        cells += [control(DDP, 2, **flags), control(DATA_PARALLEL, 2, **flags)]
-    cells += [train_py("ring_all_reduce", 4, threads=1, **flags), control(DDP, 4, **flags)]
+        cells += [train_py("ring_all_reduce", n, **flags) for n in (1, 2)]
+        cells += [train_py("param_server", 3, **flags), ddp(2, **flags), data_parallel(2, **flags)]
+    cells += [train_py("ring_all_reduce", 4, **flags), ddp(4, **flags)]
     for size in (100, 400):
         flags = MOBILENET | {"train_size": size, "epochs": 2}
-        cells += [train_py("ring_all_reduce", n, threads=1, **flags) for n in (1, 2)]
-        cells += [control(DDP, 2, **flags)]
+        cells += [*(train_py("ring_all_reduce", n, **flags) for n in (1, 2)), ddp(2, **flags)]
     return cells
 
 
@@ -141,7 +145,10 @@ EXPERIMENTS = {
         "the ring from scratch beside DistributedDataParallel: an epoch and its parts", _ring()
     ),
     "scaling": Experiment(
-        "all of them, with more data and more workers", _scaling(), apart=("model", "train_size"), same=()
+        "all of them, with more data and more workers",
+        _scaling(),
+        apart=("model", "train_size"),
+        same=("processors_each",),
     ),
 }
 
@@ -165,7 +172,6 @@ class Grid:
             self.folder = RunFolder(str(place), machine_name(here), with_time=False)
         self.here = here
         self.table = self.folder.path / "runs.csv"
-        self.done = set(self._commands_done())
 
     def _goes_on_in(self, folder: Path) -> bool:
         try:
@@ -191,19 +197,33 @@ class Grid:
 
     def run(self) -> None:
         """Runs what is left."""
-        left = [(cell, seed) for cell, seed in self.runs() if cell.command(seed) not in self.done]
-        total = len(self.must_match["grid"])
-        print(f"{self.name}: {total} runs, {total - len(left)} done before; results in {self.folder.path}", flush=True)
-        with self.folder.running(**(self.here | self.must_match), seeds=list(self.seeds)):
+        total, in_one_repeat = len(self.must_match["grid"]), len(self.experiment.cells)
+        started = self.folder.running(**(self.here | self.must_match), seeds=list(self.seeds))
+        with _alone_in(self.folder.path), started:
+            shutil.rmtree(self._runs, ignore_errors=True)  # of a run that was cut off
+            done = set(self._commands_done())
+            left = [(cell, seed) for cell, seed in self.runs() if cell.command(seed) not in done]
+            print(f"{self.name}: {total} runs, {len(done)} done before; results in {self.folder.path}", flush=True)
             for number, (cell, seed) in enumerate(left, start=total - len(left) + 1):
                 start_s = time.perf_counter()
                 print(f"{number}/{total}  {cell.command(seed)}", end="", flush=True)
                 self._run_one(cell, seed)
                 print(f"  {time.perf_counter() - start_s:.0f} s", flush=True)
+                if number == in_one_repeat < total:
+                    self.summary()  # runs that cannot be compared are found now, not after the last repeat
+            shutil.rmtree(self._runs, ignore_errors=True)
+
+    @property
+    def _runs(self) -> Path:
+        return self.folder.path / "runs"
+
+    def summary(self) -> str:
+        """What was held equal and what came out so far. Raises Unequal."""
+        return summary(self.folder.path, self.experiment.apart, self.experiment.same)
 
     def _run_one(self, cell: Cell, seed: int) -> None:
         """One command in fresh processes; its rows are added when it has ended well, all of them or none."""
-        place = self.folder.path / "runs" / f"{time.time_ns()}"
+        place = self._runs / f"{time.time_ns()}"
         command = [sys.executable, *cell.words(seed), "--results_dir", str(place)]
         with _ended_with_us(command, {**os.environ, **cell.variables}) as process:
             try:
@@ -232,21 +252,41 @@ class Grid:
 
 
 @contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """No other process goes on with the same grid meanwhile: it would run the same cells and share the processors."""
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ExperimentError(f"{folder}: another process is at it; wait, or take another --results_dir") from None
+        yield
+    finally:
+        os.close(directory)
+
+
+@contextlib.contextmanager
 def _ended_with_us(command: list[str], variables: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A program that is ended if the block is left early; train.py then ends its workers."""
+    """A program that is ended if the block is left early, and all processes that it started with it."""
     process = subprocess.Popen(
-        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=_root()
+        command,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=_root(),
+        start_new_session=True,
     )
     try:
         yield process
     finally:
         if process.poll() is None:
             process.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(15)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            with contextlib.suppress(ProcessLookupError):  # they may be gone with it
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _root() -> Path:
@@ -277,10 +317,10 @@ def main(arguments: list[str]) -> None:
         return
     experiment = EXPERIMENTS[options.name].quick() if options.quick else EXPERIMENTS[options.name]
     results_dir = options.results_dir or ("results/runs/quick" if options.quick else "results")
-    grid = Grid(options.name, experiment, SEEDS[:1] if options.quick else SEEDS, results_dir)
     try:
+        grid = Grid(options.name, experiment, SEEDS[:1] if options.quick else SEEDS, results_dir)
         grid.run()
-        print(summary(grid.folder.path, experiment.apart, experiment.same))
+        print(grid.summary())
     except (ExperimentError, Unequal) as error:
         sys.exit(f"experiment {options.name}: {error}")
     if len(grid.seeds) < 3:

@@ -5,9 +5,12 @@ python -m torch_parallel plots
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+import matplotlib.figure
 
 from torch_parallel.analysis import plots, timeline
 from torch_parallel.analysis.animate import save_gif
@@ -30,12 +33,20 @@ def draw_all(results_dir: Path, media: Path) -> list[Path]:
     """Every figure of media/, and the animated ring; returns the files. Raises ExperimentMissing and Unequal."""
     media.mkdir(exist_ok=True)
     for name, (draw, experiment) in FIGURES.items():
-        draw(newest(experiment, results_dir)).savefig(media / name, metadata={"Software": None})
-    events = read_chrome_trace(newest("trace", results_dir) / "trace.json")
+        folder = newest(experiment, results_dir)
+        _save(draw(folder), media / name, folder / "runs.csv")
+    trace = newest("trace", results_dir) / "trace.json"
+    events = read_chrome_trace(trace)
     first_step_s = min(event.end_s for event in events if event.lane == "compute")  # it warms up, and takes long
-    timeline.draw(events, first_s=first_step_s).savefig(media / "timeline.png", metadata={"Software": None})
+    _save(timeline.draw(events, first_s=first_step_s), media / "timeline.png", trace)
     save_gif(COLLECTIVES["ring"], 4, media / "ring_all_reduce.gif")
     return [media / name for name in (*FIGURES, "timeline.png", "ring_all_reduce.gif")]
+
+
+def _save(figure: matplotlib.figure.Figure, file: Path, drawn_from: Path) -> None:
+    """The file says which table it was drawn from, so that one that was not drawn anew is found out."""
+    digest = hashlib.sha256(drawn_from.read_bytes()).hexdigest()
+    figure.savefig(file, metadata={"Software": None, "Source": f"{drawn_from.name} sha256 {digest}"})
 
 
 def main(arguments: list[str]) -> None:

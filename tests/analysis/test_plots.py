@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import shutil
+import statistics
 from pathlib import Path
 
 import numpy
@@ -42,6 +43,27 @@ def test_the_figures_are_those_of_the_results(redrawn: Path, name: str) -> None:
     assert committed.shape == drawn.shape
     # the fonts of another version of matplotlib move letters by a pixel; a bar of another length is more than that
     assert numpy.abs(committed - drawn).mean() < 2
+
+
+@pytest.mark.parametrize("name", [*sorted(plots.FIGURES), "timeline.png"])
+def test_and_were_drawn_from_the_tables_that_are_there_to_the_last_byte(redrawn: Path, name: str) -> None:
+    with Image.open(ROOT / "media" / name) as committed, Image.open(redrawn / name) as drawn:
+        assert committed.text["Source"] == drawn.text["Source"]
+
+
+def test_bars_are_as_long_as_the_medians_of_the_table() -> None:
+    folder = newest("ring_all_reduce", RESULTS)
+    with open(folder / "runs.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["model"] == "cnn" and int(row["epoch"]) > 1]
+    runs: dict[str, list[float]] = {}  # the seconds of compute of each run's warm epochs, a mean over the workers
+    for seed in sorted({row["seed"] for row in rows}):
+        of_seed = [row for row in rows if row["seed"] == seed and row["strategy"] == "ring_all_reduce"]
+        epochs = sorted({row["epoch"] for row in of_seed})
+        runs[seed] = [statistics.mean(float(r["compute_s"]) for r in of_seed if r["epoch"] == e) for e in epochs]
+    expected = statistics.median(statistics.median(of_seed) for of_seed in runs.values())
+    panel = drawing.epoch_parts(folder).axes[0]
+    first_bar = panel.patches[0]
+    assert first_bar.get_width() == pytest.approx(expected) and first_bar.get_x() == 0
 
 
 def test_the_animated_ring_has_a_round_for_each_of_the_schedule(redrawn: Path) -> None:

@@ -15,6 +15,7 @@ from torch_parallel.analysis.runs import (
     manifest,
     read_runs,
     select,
+    speed_ups,
     spread,
 )
 
@@ -96,18 +97,17 @@ def scaling_found(folder: str | Path) -> str:
     for model, of_model in by_setting(runs, "model").items():
         sizes = sorted({int(run.setting("train_size")) for run in of_model})
         largest = select(of_model, train_size=sizes[-1])
-        held_equal(largest, same=("threads",))
-        one = statistics.median(run.epoch_s for run in largest if run.workers == 1)
+        held_equal(largest, same=("processors_each",))
         for label, of_label in by_label(of_model).items():
-            longest = _median(select(of_label, train_size=sizes[-1]))
-            least = select(of_label, train_size=sizes[0])
+            most, least = (select(of_label, train_size=size) for size in (sizes[-1], sizes[0]))
             grown = ""
             if least:
-                times = longest / _median(least)
+                times = _median(most) / _median(least)
                 grown = f"{sizes[-1] / sizes[0]:.0f} times the images take {times:.1f} times as long; "
+            median, lowest, highest = spread(speed_ups(most, largest))
             lines.append(
-                f"{model}, {label}: {grown}with {sizes[-1]:,} images {one / longest:.2f} times the speed of "
-                f"one process, efficiency {100 * one / longest / of_label[0].workers:.0f} %"
+                f"{model}, {label}: {grown}with {sizes[-1]:,} images {median:.2f} times the speed of one process "
+                f"({lowest:.2f} to {highest:.2f}), efficiency {100 * median / of_label[0].workers:.0f} %"
             )
     return "\n".join(lines)
 

@@ -17,7 +17,17 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from torch_parallel.analysis.figure import Figure, style
-from torch_parallel.analysis.runs import PARTS, Run, by_label, by_setting, held_equal, read_runs, select, spread
+from torch_parallel.analysis.runs import (
+    PARTS,
+    Run,
+    by_label,
+    by_setting,
+    held_equal,
+    read_runs,
+    select,
+    speed_ups,
+    spread,
+)
 
 PART_COLOURS = {"compute": "#0072B2", "exchange": "#D55E00", "wait": "#B0B0B0", "update": "#009E73"}
 
@@ -57,8 +67,8 @@ def _band(axes: Axes, places: Sequence[float], repeats: list[list[float]], label
 def epoch_parts(folder: str | Path) -> Figure:
     """Seconds of an epoch and what they go into, a panel for each model. Whiskers: the whole epoch's spread.
 
-    DistributedDataParallel times its exchange together with its waiting, in one of a hundred steps; what backward hides
-    of it is compute, and all of it where an epoch has fewer steps.
+    DistributedDataParallel times its exchange together with its waiting, in one of ten steps, from which its epoch's is
+    worked out; what backward hides of it is compute.
     """
     models = by_setting(read_runs(folder), "model")
     figure = Figure(9.0, 0.9 + 1.5 * len(models))
@@ -77,7 +87,7 @@ def epoch_parts(folder: str | Path) -> Figure:
             axes.errorbar(middle, row, xerr=[[middle - least], [largest - middle]], color="#222222", capsize=3)
             axes.annotate(f"{middle:.2f} s", (largest, row), (6, 0), textcoords="offset points", va="center")
         apart = {label: all(run.part_s("exchange") is not None for run in runs) for label, runs in groups.items()}
-        names = [label if apart[label] else f"{label}\n(exchange within compute)" for label in groups]
+        names = [f"{label}\n({_exchange_told(label, apart[label])})" for label in groups]
         axes.set_yticks(range(len(groups)), names)
         axes.set_ylim(len(groups) - 0.5, -0.5)
         axes.margins(x=0.12)
@@ -88,6 +98,12 @@ def epoch_parts(folder: str | Path) -> Figure:
     handles = [Patch(color=PART_COLOURS[part], label=part) for part in PARTS]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
     return figure
+
+
+def _exchange_told(label: str, apart: bool) -> str:
+    if not apart:
+        return "exchange within compute"
+    return "exchange with wait, from 1 step of 10" if label.startswith("ddp") else "every step timed"
 
 
 def scaling(folder: str | Path) -> Figure:
@@ -137,12 +153,11 @@ def _with_workers(speed_up: Axes, efficiency: Axes, runs: list[Run], model: str)
     runs = [run for run in select(runs, model=model) if run.strategy != "data_parallel"]
     images = max(int(run.setting("train_size")) for run in runs)
     runs = select(runs, train_size=images)
-    held_equal(runs, same=("threads",))
-    one = statistics.median(run.epoch_s for run in runs if run.workers == 1)
+    held_equal(runs, same=("processors_each",))
     for strategy, of_strategy in by_setting([run for run in runs if run.workers > 1], "strategy").items():
         by_count = by_setting(of_strategy, "workers")
         counts = [int(count) for count in by_count]
-        ratios = [[one / run.epoch_s for run in of_count] for of_count in by_count.values()]
+        ratios = [speed_ups(of_count, runs) for of_count in by_count.values()]
         _points(speed_up, counts, ratios, strategy)
         shares = [[100 * ratio / count for ratio in of_count] for of_count, count in zip(ratios, counts, strict=True)]
         _points(efficiency, counts, shares, strategy)
@@ -155,7 +170,7 @@ def _with_workers(speed_up: Axes, efficiency: Axes, runs: list[Run], model: str)
     efficiency.set(xlabel="workers", ylabel="speed-up / workers (%)", title=heading, ylim=(0, None))
     for axes in (speed_up, efficiency):
         axes.set_xticks(counts)
-    speed_up.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8)
 
 
 def _points(axes: Axes, places: list[int], repeats: list[list[float]], label: str) -> None:

@@ -74,10 +74,17 @@ class Run:
     settings: dict[str, str]  # the other columns of runs.csv that an epoch does not change
     epochs: list[EpochFigures] = field(default_factory=list)
 
+    @property
+    def asked_for(self) -> int:
+        """Workers, or what DataParallel, which is one process, has in their place: GPUs, and threads without any."""
+        return self.n if self.strategy == "data_parallel" else self.workers
+
     def setting(self, name: str) -> Any:
-        """A column of runs.csv that is the same in every epoch, by its name; `processors` and `epochs` too."""
+        """A column of runs.csv that is the same in every epoch, by its name; `processors`, `epochs` and others too."""
         if name == "processors":
             return self.workers * self.threads
+        if name == "processors_each":
+            return self.workers * self.threads / self.asked_for
         if name == "epochs":
             return len(self.epochs)
         return self.settings[name] if name in self.settings else getattr(self, name)
@@ -192,7 +199,7 @@ def label(run: Run) -> str:
         return "one process"
     if run.strategy == "data_parallel" and run.setting("device") == "cpu":
         return f"data_parallel, plain module, {run.threads} threads"
-    count = run.n if run.strategy == "data_parallel" else run.workers
+    count = run.asked_for
     noun = "GPU" if run.strategy == "data_parallel" else "worker"
     return f"{run.strategy}, {count} {noun}{'s' if count > 1 else ''}"
 
@@ -200,7 +207,7 @@ def label(run: Run) -> str:
 def held_equal(runs: list[Run], but: tuple[str, ...] = (), same: tuple[str, ...] = ("processors",)) -> dict[str, str]:
     """What all runs have in common, by the names of HELD and `same`. `but` names what a comparison is about.
 
-    `processors` are those in use, workers times threads; `threads` are those of one worker. Raises Unequal.
+    `processors` are those in use, workers times threads; `processors_each` are those of one worker. Raises Unequal.
     """
     common: dict[str, str] = {}
     for name in (*HELD, *same):
@@ -220,6 +227,12 @@ def _values(runs: list[Run], name: str) -> list[str]:
     if name == "seeds":
         return [", ".join(sorted({str(run.seed) for run in runs}, key=int))]
     return sorted({str(run.setting(name)) for run in runs})
+
+
+def speed_ups(runs: list[Run], among: list[Run]) -> list[float]:
+    """How many times as fast as the one process with the same seed, which is one of the runs `among`, each run is."""
+    one = {run.seed: run.epoch_s for run in among if label(run) == "one process"}
+    return [one[run.seed] / run.epoch_s for run in runs]
 
 
 def spread(values: list[float]) -> tuple[float, float, float]:

@@ -55,6 +55,7 @@ def draw(events: Iterable[Event], first_s: float | None = None, last_s: float | 
     axes = figure.add_subplot()
     axes.set_xlim(1e3 * first_s, 1e3 * last_s)
     axes.set_xlabel("ms")
+    axes.set_title(f"what each of {len(ranks)} ranks did, and when", fontsize=10)
     _name_ranks(axes, ranks, len(lanes))
     colours = lane_colours(lanes)
     for place, rank in enumerate(ranks):

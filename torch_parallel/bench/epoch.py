@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 from torch_parallel.bench.common import recorded, save, start_gloo
 from torch_parallel.communicator import Communicator
 from torch_parallel.launcher import launch
 from torch_parallel.results import RunFolder
+from torch_parallel.strategies.builtin import at_its_best
 from torch_parallel.training.config import ConfigError, OneLineParser, RunConfig
 from torch_parallel.training.loop import TENSORS, Job, Trainer, make_job
 from torch_parallel.training.optimizers import make_optimizer
@@ -56,7 +56,7 @@ class Control:
         self.data = {name: communicator.shared[name] for name in TENSORS}
         torch.manual_seed(job.config.seed)
         model = job.make_model()
-        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+        self.model = at_its_best(model)
         self.optimizer = make_optimizer(
             list(model.named_parameters()),
             job.config.optimizer,

@@ -31,6 +31,7 @@ from torch_parallel.gradients.buckets import NamedParameters
 from torch_parallel.launcher import launch
 from torch_parallel.results import RunFolder
 from torch_parallel.strategies import FROM_SCRATCH
+from torch_parallel.strategies.builtin import at_its_best
 from torch_parallel.training.config import ConfigError, OneLineParser
 from torch_parallel.training.optimizers import DEFAULT_LR, OPTIMIZERS, make_optimizer
 from torch_parallel.training.sampler import shard
@@ -97,7 +98,7 @@ class DdpSide:
         self.ddp: DistributedDataParallel | None = None
         if not communicator.is_server:
             self.model = setting.make_model()
-            self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True, static_graph=True)
+            self.ddp = at_its_best(self.model)
             self.optimizer = setting.make_optimizer(list(self.model.named_parameters()))
 
     def step(self) -> None:
