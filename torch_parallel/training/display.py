@@ -14,7 +14,7 @@ from torch_parallel.results import RunFolder
 from torch_parallel.status import StatusBoard
 from torch_parallel.strategies import STRATEGIES
 from torch_parallel.training.config import RunConfig
-from torch_parallel.training.record import Epoch, Saved, Started
+from torch_parallel.training.record import Epoch, Saved, Served, Started
 from torch_parallel.training.sampler import step_count
 from torch_parallel.workloads import Dataset
 
@@ -75,7 +75,8 @@ class Display:
             self.say(f"{workers} workers share {usable_cpus()} processors: expect no speed-up over fewer workers")
 
     def tick(self, board: StatusBoard) -> None:
-        status = board.read(self.servers)
+        # a server knows of all workers' samples, and of synchronous ones each does
+        status = max((board.read(rank) for rank in (0, self.servers)), key=lambda each: (each.epoch, each.samples))
         done = (max(status.epoch, 1) - 1) * self.steps + min(status.samples // self.config.batch_size, self.steps)
         self.bar.update(max(0, done - self.bar.n))
 
@@ -105,7 +106,7 @@ class Display:
             f"epoch {epoch.epoch}/{self.config.epochs}  train loss {epoch.train_loss:.4f}  "
             f"test accuracy {100 * epoch.test_accuracy:.2f} %  {epoch.samples_per_s:,.0f} samples/s  "
             f"compute {mean('compute_s'):.2f} s  exchange {mean('exchange_s'):.2f} s  wait {mean('wait_s'):.2f} s  "
-            f"update {updating.update_s:.2f} s{skipped}"
+            f"update {updating.update_s:.2f} s{skipped}{_served_line(epoch.served)}"
         )
 
     def _rows(self, epoch: Epoch) -> list[dict[str, Any]]:
@@ -114,7 +115,7 @@ class Display:
             "experiment": "",
             "kind": "measured",
             "strategy": config.strategy,
-            "options": json.dumps({"bucket_mb": config.bucket_mb}),
+            "options": json.dumps({"bucket_mb": config.bucket_mb, **config.own_options}),
             "model": self.model_name,
             "dataset": self.dataset.name,
             "train_size": config.train_size,
@@ -128,7 +129,7 @@ class Display:
             "optimizer": config.optimizer,
             "lr": config.learning_rate,
             "threads": self.threads,
-            **{key: value for key, value in asdict(epoch).items() if key != "ranks"},
+            **{key: value for key, value in asdict(epoch).items() if key not in ("ranks", "served")},
         }
         rows = []
         for rank, spent in enumerate(epoch.ranks):
@@ -136,7 +137,28 @@ class Display:
             for by_peer in ("waited_for_s", "received_bytes"):
                 parts[by_peer] = json.dumps(parts[by_peer])
             rows.append({**common, "rank": rank, "role": "server" if rank < self.servers else "worker", **parts})
+        if epoch.served is not None:
+            rows[0] |= _served_columns(epoch.served)
         return rows
 
     def close(self) -> None:
         self.bar.close()
+
+
+def _served_line(served: Served | None) -> str:
+    if served is None:
+        return ""
+    lost = f"  {served.dropped} late, {served.samples_lost} samples lost" if served.dropped else ""
+    staleness = (
+        f"  staleness {served.staleness_mean:.2f}, at most {served.staleness_max}" if served.staleness_max else ""
+    )
+    return f"  {served.updates} updates{staleness}{lost}"
+
+
+def _served_columns(served: Served) -> dict[str, Any]:
+    return {
+        **asdict(served),
+        "staleness_counts": json.dumps(served.staleness_counts),
+        "staleness_mean": served.staleness_mean,
+        "staleness_max": served.staleness_max,
+    }

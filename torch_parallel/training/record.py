@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -30,6 +31,26 @@ class RankEpoch:
 
 
 @dataclass
+class Served:
+    """What a server that may go on without some workers did in one epoch: see `strategies/tally.py`."""
+
+    updates: int
+    dropped: int  # workers' shares of a step that were not waited for
+    samples_lost: int  # in these shares
+    staleness_counts: list[int]  # gradients by their staleness, from 0 on
+
+    @property
+    def staleness_mean(self) -> float:
+        """Over all gradients that were applied; 0 where there are none."""
+        weighted = sum(staleness * count for staleness, count in enumerate(self.staleness_counts))
+        return weighted / max(1, sum(self.staleness_counts))
+
+    @property
+    def staleness_max(self) -> int:
+        return max(0, len(self.staleness_counts) - 1)
+
+
+@dataclass
 class Epoch:
     """One line of a run's history. Losses are means over all samples of all workers, accuracy over all test samples."""
 
@@ -42,6 +63,14 @@ class Epoch:
     samples_per_s: float  # of all workers; the run's first step, which warms up, is left out
     skipped_steps: int  # so far in the run, because a gradient was not finite
     ranks: list[RankEpoch]
+    served: Served | None = None
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Epoch:
+        """The reverse of `dataclasses.asdict`."""
+        served = fields.get("served")
+        ranks = [RankEpoch(**rank) for rank in fields["ranks"]]
+        return cls(**{**fields, "ranks": ranks, "served": Served(**served) if served else None})
 
 
 @dataclass

@@ -146,6 +146,7 @@ def _check_the_machine(config: RunConfig, dataset: Dataset, make_model: Callable
         has_server=STRATEGIES[config.strategy].server_count > 0,
         bucket_bytes=int(config.bucket_mb * 2**20),
         data_bytes=sum(getattr(dataset, name).nbytes for name in TENSORS),
+        staleness=config.staleness,
     )
     if required is not None:
         preflight.check(required)

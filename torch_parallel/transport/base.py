@@ -8,6 +8,9 @@ The contract, which `tests/transport/test_conformance.py` holds against every tr
 - All ranks call `share`, `perform` and `agree` in the same order; `agree` and `share` compare what the ranks ask for.
 - After `perform` returns, this rank's buffer holds its result. Peers may still be reading it until `settle` returns;
   nobody may write into a shared buffer before that.
+- Beside schedules, in which every rank knows what comes next, a rank may serve whoever comes first: `arrivals` waits
+  for any of several peers, `read` copies or adds a peer's part, `put` writes over it, `tell` and `hear` are the signals
+  around that. No rank but the two concerned takes part, and who may write a part when is the callers' affair.
 - Every wait ends at the deadline with an error that names rank, peer, purpose and round.
 - `waited_s[peer]` adds up the seconds that this rank waited for that peer.
 - An `observer`, if there is one, is called with a `Transfer` for each message received. Without one, nothing is paid.
@@ -18,7 +21,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -42,6 +45,12 @@ class TransportError(RuntimeError):
 
 class WaitTimeout(Exception):
     """Raised by `Signals.wait`; the transport adds what the wait was for and raises a `TransportError`."""
+
+
+def silence(peers: list[int], waited_s: float) -> str:
+    """What is said when none of the peers has come."""
+    whom = f"rank {peers[0]}" if len(peers) == 1 else f"any of ranks {', '.join(map(str, peers))}"
+    return f"no signal from {whom} for {waited_s:.1f} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +82,17 @@ class Signals(ABC):
         """Returns once `peer` has posted one signal more than were waited for so far.
 
         Raises `WaitTimeout` at the deadline. `doing` and `round_index` say what for, to whoever watches this rank.
+        """
+
+    @abstractmethod
+    def posted(self, kind: int, peer: int) -> bool:
+        """Whether `wait` for this signal would return at once. Takes nothing."""
+
+    @abstractmethod
+    def wait_any(self, kind: int, peers: list[int], doing: str) -> None:
+        """Returns once `posted` is true for any of the peers; whoever came is still to be waited for.
+
+        Raises `WaitTimeout` at the deadline. `waited_s` grows for the first of the peers that came.
         """
 
 
@@ -125,8 +145,8 @@ class Transport(ABC):
         return self._signals.waited_s
 
     @abstractmethod
-    def _allocate(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """This rank's view of the next buffer of every rank, zero-filled."""
+    def _allocate(self, numel: int, dtype: torch.dtype, owner: int | None) -> list[Tensor]:
+        """This rank's view of the next buffer of every rank, zero-filled; empty but for the owner, if there is one."""
 
     @abstractmethod
     def _describe(self, text: str) -> None:
@@ -136,13 +156,14 @@ class Transport(ABC):
     def _description(self, peer: int) -> str:
         """What `peer` wrote down last."""
 
-    def share(self, numel: int, dtype: torch.dtype) -> SharedBuffer:
-        """A new zero-filled buffer [numel] of every rank. All ranks call it, with the same arguments.
+    def share(self, numel: int, dtype: torch.dtype, owner: int | None = None) -> SharedBuffer:
+        """A new zero-filled buffer [numel] of every rank, or of rank `owner` alone, while the others' parts are empty.
 
-        Raises TransportError where they differ. The memory is freed when the last process of the run has ended.
+        All ranks call it, with the same arguments. Raises TransportError where they differ. The memory is freed when
+        the last process of the run has ended.
         """
-        buffer = SharedBuffer(self._allocate(numel, dtype), self.rank)
-        self.agree(f"share {numel} elements of {dtype}")
+        buffer = SharedBuffer(self._allocate(numel, dtype, owner), self.rank)
+        self.agree(f"share {numel} elements of {dtype}" + ("" if owner is None else f" of rank {owner}"))
         return buffer
 
     def agree(self, text: str) -> None:
@@ -196,11 +217,64 @@ class Transport(ABC):
             post(READ, source)
         self._unsettled += [(reader, doing) for reader in plan.readers]
 
-    def settle(self) -> None:
-        """Returns when no peer reads this rank's memory any more, so that it may be written."""
-        for reader, doing in self._unsettled:
+    def settle(self, leave: int = 0) -> None:
+        """Returns when no peer reads this rank's memory any more, so that it may be written.
+
+        With `leave`, the newest so many messages of which this is to be heard may still be being read.
+        """
+        settled = max(0, len(self._unsettled) - leave)
+        for reader, doing in self._unsettled[:settled]:
             self._wait(READ, reader, f"{doing}, end of the peer's reading", 0)
-        self._unsettled.clear()
+        del self._unsettled[:settled]
+
+    def tell(self, peer: int) -> None:
+        """Lets `peer` know that what this rank wrote for it is complete."""
+        self._signals.post(READY, peer)
+
+    def told(self, peer: int) -> bool:
+        """Whether `peer` has told, or performed, something that this rank has not heard yet; does not wait."""
+        return self._signals.posted(READY, peer)
+
+    def hear(self, peer: int, doing: str, put: Iterable[SharedBuffer] = ()) -> None:
+        """Waits until `peer` tells this rank; `put` are the buffers that it wrote over mine before, to be counted."""
+        wait_start_s = time.perf_counter()
+        self._wait(READY, peer, doing, 0)
+        start_s = time.perf_counter()
+        for buffer in put:
+            self._received(
+                Transfer(peer, self.rank, buffer.local.nbytes, doing, 0, wait_start_s, start_s, start_s, False)
+            )
+
+    def arrivals(self, peers: list[int], doing: str) -> list[int]:
+        """Waits until any of the peers tells this rank, and returns all that have, in rank order, as heard."""
+        try:
+            self._signals.wait_any(READY, peers, doing)
+        except WaitTimeout as timeout:
+            raise TransportError(f"rank {self.rank}, {doing}: {timeout}") from None
+        came = [peer for peer in peers if self.told(peer)]
+        for peer in came:
+            self._wait(READY, peer, doing, 0)
+        return came
+
+    def read(self, buffer: SharedBuffer, peer: int, add: bool, purpose: str) -> None:
+        """Adds the peer's part to mine, or copies it over mine. The peer must leave it alone until it hears of me."""
+        start_s = time.perf_counter()
+        theirs = buffer.parts[peer]
+        if add:
+            buffer.local.add_(theirs)
+        else:
+            buffer.local.copy_(theirs)
+        end_s = time.perf_counter()
+        self._received(Transfer(peer, self.rank, theirs.nbytes, purpose, 0, start_s, start_s, end_s, add))
+
+    def put(self, buffer: SharedBuffer, peer: int) -> None:
+        """Copies my part over the peer's, which must be waiting to hear of me."""
+        buffer.parts[peer].copy_(buffer.local)
+
+    def _received(self, transfer: Transfer) -> None:
+        self.received_bytes[transfer.source] += transfer.bytes
+        if self.observer is not None:
+            self.observer(transfer)
 
     def _wait(self, kind: int, peer: int, doing: str, round_index: int) -> None:
         try:

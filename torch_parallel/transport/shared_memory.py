@@ -73,14 +73,18 @@ class SharedMemoryTransport(Transport):
         self._texts = wiring.table(2)
         self._agreements = 0
 
-    def _allocate(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
+    def _allocate(self, numel: int, dtype: torch.dtype, owner: int | None) -> list[Tensor]:
         """Each rank's part begins on a page of its own; the parts of all ranks are one mapping."""
         stride = page_aligned(numel * dtype.itemsize)
-        offset = self._arena.allocate(stride * self.world_size)
+        owners = range(self.world_size) if owner is None else range(owner, owner + 1)
+        offset = self._arena.allocate(stride * len(owners))
         if self.rank == 0:
-            self._arena.take(offset, stride * self.world_size)
-        all_parts = self._arena.tensor(offset, (self.world_size, stride // dtype.itemsize), dtype)
-        return [all_parts[rank, :numel] for rank in range(self.world_size)]
+            self._arena.take(offset, stride * len(owners))
+        all_parts = self._arena.tensor(offset, (len(owners), stride // dtype.itemsize), dtype)
+        return [
+            all_parts[owners.index(rank), :numel] if rank in owners else all_parts[0, :0]
+            for rank in range(self.world_size)
+        ]
 
     def _describe(self, text: str) -> None:
         # Two slots in turn: a peer that is still comparing the last texts cannot be more than one agreement behind.

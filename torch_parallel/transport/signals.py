@@ -15,10 +15,11 @@ import platform
 import select
 import struct
 import time
+from collections.abc import Callable
 from multiprocessing.reduction import DupFd
 
 from torch_parallel.status import StatusReporter
-from torch_parallel.transport.base import Signals, WaitTimeout
+from torch_parallel.transport.base import Signals, WaitTimeout, silence
 
 KINDS = 2
 LINE = 16  # int64s between two counters: two cache lines, since processors fetch lines in pairs
@@ -75,17 +76,30 @@ class SequenceNumbers(Signals):
             if counters[index] >= number:
                 break
         else:
-            self._status.waiting(peer, f"{doing}, round {round_index}")
-            while counters[index] < number:
-                waited_s = time.perf_counter() - start_s
-                if waited_s < YIELDS_S:
-                    os.sched_yield()
-                elif waited_s < self._deadline_s:
-                    time.sleep(NAP_S)
-                else:
-                    raise WaitTimeout(_silence(peer, waited_s))
-            self._status.done_waiting()
+            self._nap_until(lambda: counters[index] >= number, [peer], f"{doing}, round {round_index}")
         self.waited_s[peer] += time.perf_counter() - start_s
+
+    def posted(self, kind: int, peer: int) -> bool:
+        return self._counters[self._incoming[kind][peer]] > self._awaited[kind][peer]
+
+    def wait_any(self, kind: int, peers: list[int], doing: str) -> None:
+        start_s = time.perf_counter()
+        self._nap_until(lambda: any(self.posted(kind, peer) for peer in peers), peers, doing)
+        first = next(peer for peer in peers if self.posted(kind, peer))
+        self.waited_s[first] += time.perf_counter() - start_s
+
+    def _nap_until(self, come: Callable[[], bool], peers: list[int], doing: str) -> None:
+        start_s = time.perf_counter()
+        self._status.waiting(peers[0], doing)
+        while not come():
+            waited_s = time.perf_counter() - start_s
+            if waited_s < YIELDS_S:
+                os.sched_yield()
+            elif waited_s < self._deadline_s:
+                time.sleep(NAP_S)
+            else:
+                raise WaitTimeout(silence(peers, waited_s))
+        self._status.done_waiting()
 
 
 class PipeSignals(Signals):
@@ -109,18 +123,26 @@ class PipeSignals(Signals):
     def wait(self, kind: int, peer: int, doing: str, round_index: int) -> None:
         arrived = self._arrived[kind]
         if not arrived[peer]:
-            self._wait_for(arrived, peer, doing, round_index)
+            self._wait_for(arrived, [peer], f"{doing}, round {round_index}")
         arrived[peer] -= 1
 
-    def _wait_for(self, arrived: list[int], peer: int, doing: str, round_index: int) -> None:
+    def posted(self, kind: int, peer: int) -> bool:
+        self._take(0)
+        return self._arrived[kind][peer] > 0
+
+    def wait_any(self, kind: int, peers: list[int], doing: str) -> None:
+        self._wait_for(self._arrived[kind], peers, doing)
+
+    def _wait_for(self, arrived: list[int], peers: list[int], doing: str) -> None:
         start_s = time.perf_counter()
-        self._status.waiting(peer, f"{doing}, round {round_index}")
-        while not arrived[peer]:
+        self._status.waiting(peers[0], doing)
+        while not any(arrived[peer] for peer in peers):
             left_s = start_s + self._deadline_s - time.perf_counter()
             if left_s <= 0 or not self._take(left_s):
-                raise WaitTimeout(_silence(peer, time.perf_counter() - start_s))
+                raise WaitTimeout(silence(peers, time.perf_counter() - start_s))
         self._status.done_waiting()
-        self.waited_s[peer] += time.perf_counter() - start_s
+        first = next(peer for peer in peers if arrived[peer])
+        self.waited_s[first] += time.perf_counter() - start_s
 
     def _take(self, timeout_s: float) -> bool:
         """Counts what has arrived in the inbox; False where nothing did for `timeout_s` seconds."""
@@ -155,7 +177,3 @@ class Inboxes:
 def _inboxes_arrive(read_fds: list[object], write_fds: list[object]) -> Inboxes:
     detach = [[fd.detach() for fd in fds] for fds in (read_fds, write_fds)]  # type: ignore[attr-defined]
     return Inboxes(*detach)
-
-
-def _silence(peer: int, waited_s: float) -> str:
-    return f"no signal from rank {peer} for {waited_s:.1f} s"
