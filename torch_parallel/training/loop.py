@@ -217,26 +217,13 @@ class Trainer:
             samples_per_s=rate,
             skipped_steps=int(table[:, 4].max()),
             ranks=[RankEpoch.from_numbers(row[len(own) :].tolist()) for row in table],
-            served=self._served(),
+            served=Served.of(self.strategy.tally, self.communicator),
         )
         self.history.append(record)
         self.loss_sum.zero_()
         self.samples_seen = 0
         if self.communicator.worker_index == 0:
             self.communicator.report(record)
-
-    def _served(self) -> Served | None:
-        """The server's tally of the epoch, on all ranks; None for a strategy whose server waits for everybody."""
-        tally = self.strategy.tally
-        if tally is None:
-            return None
-        numbers = [tally.updates, tally.dropped, tally.samples_lost, len(tally.staleness_counts)]
-        updates, dropped, samples_lost, length = self.communicator.broadcast(torch.tensor(numbers)).tolist()
-        counts = torch.zeros(length, dtype=torch.int64)
-        if self.communicator.rank == 0:
-            counts += torch.tensor(tally.staleness_counts, dtype=torch.int64)
-        counts = self.communicator.broadcast(counts)
-        return Served(updates, dropped, samples_lost, counts.tolist())
 
     def _evaluate(self) -> tuple[float, int]:
         """This rank's share of the test samples: sum of losses, correct predictions.

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from torch_parallel.communicator import Communicator
+from torch_parallel.strategies.tally import Tally
+
 
 @dataclass
 class RankEpoch:
@@ -38,6 +43,18 @@ class Served:
     dropped: int  # workers' shares of a step that were not waited for
     samples_lost: int  # in these shares
     staleness_counts: list[int]  # gradients by their staleness, from 0 on
+
+    @classmethod
+    def of(cls, tally: Tally | None, communicator: Communicator) -> Served | None:
+        """The server's tally, on all ranks, which all call it; None for a strategy whose server waits for everybody."""
+        if tally is None:
+            return None
+        numbers = [tally.updates, tally.dropped, tally.samples_lost, len(tally.staleness_counts)]
+        updates, dropped, samples_lost, length = communicator.broadcast(torch.tensor(numbers)).tolist()
+        counts = torch.zeros(length, dtype=torch.int64)
+        if communicator.is_server:
+            counts += torch.tensor(tally.staleness_counts, dtype=torch.int64)
+        return cls(updates, dropped, samples_lost, communicator.broadcast(counts).tolist())
 
     @property
     def staleness_mean(self) -> float:

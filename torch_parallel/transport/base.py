@@ -31,26 +31,14 @@ from torch import Tensor
 
 from torch_parallel.collectives.proof import examine
 from torch_parallel.collectives.schedule import Collective, Receive, Send, chunk_bounds
+from torch_parallel.transport.signals import READ, READY, Signals, WaitTimeout
 
 TEXT_LIMIT = 200
 """Bytes (UTF-8) of a text that ranks agree on; what is longer is cut."""
 
-READY, READ = 0, 1
-"""The two kinds of signal: "my chunk is ready for you" and "I have read the last of yours"."""
-
 
 class TransportError(RuntimeError):
     """A wait that reached its deadline, or ranks that do not ask for the same thing."""
-
-
-class WaitTimeout(Exception):
-    """Raised by `Signals.wait`; the transport adds what the wait was for and raises a `TransportError`."""
-
-
-def silence(peers: list[int], waited_s: float) -> str:
-    """What is said when none of the peers has come."""
-    whom = f"rank {peers[0]}" if len(peers) == 1 else f"any of ranks {', '.join(map(str, peers))}"
-    return f"no signal from {whom} for {waited_s:.1f} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,34 +54,6 @@ class Transfer:
     start_s: float
     end_s: float
     reduce: bool  # added to the receiver's chunk, not copied over it
-
-
-class Signals(ABC):
-    """Counts of signals between every ordered pair of ranks. They only ever grow, so no signal can be taken twice."""
-
-    waited_s: list[float]
-
-    @abstractmethod
-    def post(self, kind: int, peer: int) -> None:
-        """Signals `peer`: everything this rank wrote before is visible to it once it has seen the signal."""
-
-    @abstractmethod
-    def wait(self, kind: int, peer: int, doing: str, round_index: int) -> None:
-        """Returns once `peer` has posted one signal more than were waited for so far.
-
-        Raises `WaitTimeout` at the deadline. `doing` and `round_index` say what for, to whoever watches this rank.
-        """
-
-    @abstractmethod
-    def posted(self, kind: int, peer: int) -> bool:
-        """Whether `wait` for this signal would return at once. Takes nothing."""
-
-    @abstractmethod
-    def wait_any(self, kind: int, peers: list[int], doing: str) -> None:
-        """Returns once `posted` is true for any of the peers; whoever came is still to be waited for.
-
-        Raises `WaitTimeout` at the deadline. `waited_s` grows for the first of the peers that came.
-        """
 
 
 # One receive, ready to perform: the source, the bound `add_` or `copy_` of my chunk, the peer's chunk, and which it is.

@@ -8,7 +8,8 @@ import time
 import torch
 from torch import Tensor
 
-from torch_parallel.transport.base import Signals, Transport, WaitTimeout, silence
+from torch_parallel.transport.base import Transport
+from torch_parallel.transport.signals import Signals, WaitTimeout, silence
 
 
 class LocalGroup:

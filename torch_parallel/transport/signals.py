@@ -1,4 +1,5 @@
-"""Signals between processes: sequence numbers in shared memory, and pipes where stores are not ordered.
+"""Signals between ranks: what they promise, and two kinds between processes: sequence numbers in shared memory, and
+pipes where stores are not ordered.
 
 A signal must become visible after the data it announces. x86 processors keep the order of plain stores (total store
 order), so there a signal is one store to shared memory and a wait is a loop over one load. Other processors reorder
@@ -15,12 +16,14 @@ import platform
 import select
 import struct
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from multiprocessing.reduction import DupFd
 
 from torch_parallel.status import StatusReporter
-from torch_parallel.transport.base import Signals, WaitTimeout, silence
 
+READY, READ = 0, 1
+"""The two kinds of signal: "my chunk is ready for you" and "I have read the last of yours"."""
 KINDS = 2
 LINE = 16  # int64s between two counters: two cache lines, since processors fetch lines in pairs
 
@@ -34,6 +37,44 @@ NAP_S = 0.001
 def stores_are_ordered() -> bool:
     """Whether this processor makes stores visible in program order."""
     return platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
+
+
+class WaitTimeout(Exception):
+    """Raised by `Signals.wait`; the transport adds what the wait was for and raises a `TransportError`."""
+
+
+def silence(peers: list[int], waited_s: float) -> str:
+    """What is said when none of the peers has come."""
+    whom = f"rank {peers[0]}" if len(peers) == 1 else f"any of ranks {', '.join(map(str, peers))}"
+    return f"no signal from {whom} for {waited_s:.1f} s"
+
+
+class Signals(ABC):
+    """Counts of signals between every ordered pair of ranks. They only ever grow, so no signal can be taken twice."""
+
+    waited_s: list[float]
+
+    @abstractmethod
+    def post(self, kind: int, peer: int) -> None:
+        """Signals `peer`: everything this rank wrote before is visible to it once it has seen the signal."""
+
+    @abstractmethod
+    def wait(self, kind: int, peer: int, doing: str, round_index: int) -> None:
+        """Returns once `peer` has posted one signal more than were waited for so far.
+
+        Raises `WaitTimeout` at the deadline. `doing` and `round_index` say what for, to whoever watches this rank.
+        """
+
+    @abstractmethod
+    def posted(self, kind: int, peer: int) -> bool:
+        """Whether `wait` for this signal would return at once. Takes nothing."""
+
+    @abstractmethod
+    def wait_any(self, kind: int, peers: list[int], doing: str) -> None:
+        """Returns once `posted` is true for any of the peers; whoever came is still to be waited for.
+
+        Raises `WaitTimeout` at the deadline. `waited_s` grows for the first of the peers that came.
+        """
 
 
 class SequenceNumbers(Signals):
