@@ -347,8 +347,7 @@ def record_an_epoch(communicator: Communicator, name: str, options: dict[str, An
 
     model = build_model("cnn", (1, 8, 8), 10)
     communicator.transport.share = counted  # type: ignore[method-assign]
-    scratch = communicator.broadcast(torch.zeros(10_000, dtype=torch.float32))  # what set-up takes for its own
-    del scratch
+    communicator.broadcast(torch.zeros(40_000, dtype=torch.float32))  # what set-up takes for its own
     shared_bytes = 0
     strategy = ASYNCHRONOUS[name](
         model,

@@ -43,12 +43,13 @@ class ParamServerAsync(Serving):
 
     def shares(self, sample_count: int, batch_size: int, first_sample: int = 0) -> Iterator[Share]:
         slices = single_shares(sample_count, batch_size, self.communicator.worker_count, first_sample)
+        if first_sample == 0:  # not where an epoch is resumed
+            self.tally = Tally()
         yield from self._serve(slices) if self.updates_here else self._work_off(slices)
         self._finish()
 
     def _serve(self, slices: list[Share]) -> Iterator[Share]:
         """As many updates as there are slices. The first slices are handed out already, one to each worker."""
-        self.tally = Tally()
         self._queue = iter(range(len(self._workers), len(slices)))
         self._busy = self._workers[: len(slices)]
         for each in slices:

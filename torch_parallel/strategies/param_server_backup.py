@@ -49,10 +49,11 @@ class ParamServerBackup(Serving):
                 sample_count, batch_size, communicator.worker_index, communicator.worker_count, first_sample
             )
         )
+        if first_sample == 0:  # not where an epoch is resumed
+            self.tally = Tally()
         yield from self._serve(steps) if self.updates_here else self._take_part(steps)
 
     def _serve(self, steps: list[Share]) -> Iterator[Share]:
-        self.tally = Tally()
         self._step = 0
         for each in steps:
             parts = [shard(each.count, index, len(self._workers)) for index in range(len(self._workers))]

@@ -54,7 +54,8 @@ class ParamServerBounded(ParamServer):
         return bool(options["staleness"] == 0)
 
     def shares(self, sample_count: int, batch_size: int, first_sample: int = 0) -> Iterator[Share]:
-        self.tally = Tally()
+        if first_sample == 0:  # not where an epoch is resumed
+            self.tally = Tally()
         yield from super().shares(sample_count, batch_size, first_sample)
         if not self.updates_here:
             self._catch_up(self._step)

@@ -20,6 +20,7 @@ from torch_parallel.status import COMPUTING, EVALUATING, SAVING
 from torch_parallel.strategies import STRATEGIES, NotFinite, Strategy
 from torch_parallel.strategies.replicas import ReplicasDiffer, broadcast_all, check_replicas
 from torch_parallel.strategies.shares import Share, shard
+from torch_parallel.strategies.tally import Tally
 from torch_parallel.training import checkpoint
 from torch_parallel.training.clock import EpochClock
 from torch_parallel.training.config import RunConfig
@@ -76,10 +77,8 @@ class Trainer:
         self.train_size, self.test_size = len(self.data["train_targets"]), len(self.data["test_targets"])
         self.dtype = getattr(torch, config.dtype)
         self.epochs = config.epochs_on(job.dataset.name)
-        updates = STRATEGIES[config.strategy].update_count(
-            self.train_size, config.batch_size, communicator.worker_count
-        )
-        self.total_steps = self.epochs * updates
+        update_count = STRATEGIES[config.strategy].update_count
+        self.total_steps = self.epochs * update_count(self.train_size, config.batch_size, communicator.worker_count)
         self.steps_done = 0  # of the run; between two epochs, the updates that were made
         self.saved_step = 0
         self.samples_done = 0  # of the present epoch, by all workers
@@ -203,8 +202,8 @@ class Trainer:
         """Evaluates, adds up what all ranks have seen and spent, and tells the launcher."""
         with self._span("evaluate", f"epoch {epoch}"):
             test_loss, correct = self._evaluate()
-        own = [self.loss_sum.item(), self.samples_seen, test_loss, correct]
-        own += [self.strategy.skipped_steps, self.steps_done]
+        skipped = self.strategy.skipped_steps
+        own = [self.loss_sum.item(), self.samples_seen, test_loss, correct, skipped, self.steps_done]
         table = self.communicator.all_ranks(torch.tensor([*own, *spent.numbers()], dtype=torch.float64))
         self.steps_done = int(table[:, len(own) - 1].max())  # a server that waits for nobody has made the most
         record = Epoch(
@@ -251,6 +250,7 @@ class Trainer:
                 "samples_done": self.samples_done,
                 "history": [asdict(epoch) for epoch in self.history],
                 "skipped_steps": self.strategy.skipped_steps,
+                "tally": asdict(self.strategy.tally) if self.strategy.tally else None,
                 "model": {**checkpoint.on_cpu(self.model.state_dict()), **first_worker["buffers"]},
                 "optimizer": checkpoint.optimizer_state(self.strategy),
                 "server_count": self.communicator.server_count,
@@ -268,6 +268,8 @@ class Trainer:
         self.saved_step = self.steps_done
         self.samples_seen = self.samples_done if communicator.worker_index == 0 else 0
         self.strategy.skipped_steps = saved["skipped_steps"]
+        if self.strategy.tally and saved.get("tally"):
+            self.strategy.tally = Tally(**saved["tally"])
         self.history = [Epoch.from_dict(epoch) for epoch in saved["history"]]
         checkpoint.restore_optimizers(self.strategy, saved["optimizer"])
         same_ranks = len(saved["ranks"]) == communicator.world_size
