@@ -94,7 +94,9 @@ def test_that_wait_for_everybody_train_the_same_bits(options: dict[str, Any], ru
 
 @pytest.mark.parametrize(("strategy", "options"), NOT_IN_STEP)
 def test_they_learn(strategy: str, options: dict[str, Any], run: Callable[..., TrainingRun]) -> None:
-    trained = run(strategy, **options)  # ten epochs
+    # Momentum and stale gradients do not go together: with both, one process too needs more than these ten epochs.
+    optimizer = "adam" if strategy == "param_server_bounded" else "sgd"
+    trained = run(strategy, **options, optimizer=optimizer)
     assert trained.test_accuracy > 0.85
     rows = server_rows(trained)
     slices = 2 if strategy == "param_server_async" else 1  # updates a batch
@@ -232,7 +234,7 @@ def die(communicator: Communicator, name: str) -> None:
     strategy = ASYNCHRONOUS[name](
         EachSample(1), lambda named: torch.optim.SGD([each for _, each in named], lr=1.0), communicator
     )
-    for step, _ in enumerate(strategy.shares(10**6, batch_size=2)):
+    for step, _ in enumerate(strategy.shares(10**4, batch_size=2)):
         strategy.begin_step()
         if communicator.rank == 2 and step == 5:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -283,7 +285,8 @@ def test_what_is_not_in_step_is_saved_between_epochs(
     assert [int(path.stem.split("_")[1]) for path in files] == ends
     resumed = run(strategy, epochs=5, **{**more, "resume": first.folder})
     assert [each["epoch"] for each in resumed.history] == [1, 2, 3, 4, 5]
-    assert resumed.history[:4] == first.history
+    for name in ("train_loss", "test_loss", "test_accuracy", "served"):  # times are each rank's own
+        assert [each[name] for each in resumed.history[:4]] == [each[name] for each in first.history]
     content = torch.load(files[-1])
     assert content["step"] == ends[-1] and content["history"][3]["served"] == first.history[3]["served"]
     build_model("cnn", (1, 8, 8), 10).load_state_dict(content["model"])
