@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torch_parallel import RunConfig, WorkerFailure, train
-from torch_parallel.strategies import STRATEGIES
+from torch_parallel.strategies import SYNCHRONOUS
 from torch_parallel.training import loop
 from torch_parallel.training.run import TrainingRun
 from torch_parallel.workloads import Dataset, build_model
@@ -41,7 +41,7 @@ def run(folder: Path, strategy: str, n: int, device: str, model: str = "cnn", **
     )
 
 
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize("strategy", list(SYNCHRONOUS))
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
 def test_float64_weights_are_those_of_one_gpu_and_of_the_cpu(tmp_path: Path, strategy: str, model: str) -> None:
     ours = run(tmp_path, strategy, 2, "cuda", model, clip_norm=0.7).weights
@@ -52,7 +52,7 @@ def test_float64_weights_are_those_of_one_gpu_and_of_the_cpu(tmp_path: Path, str
         assert torch.linalg.vector_norm(value - cpu[name]) <= 1e-10 * torch.linalg.vector_norm(value), name
 
 
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize("strategy", list(SYNCHRONOUS))
 def test_all_ranks_hold_the_same_bits(tmp_path: Path, strategy: str) -> None:
     trained = run(tmp_path, strategy, 2, "cuda", dtype="float32", optimizer="sgd", check_replicas=1)
     assert len(trained.history) == 2

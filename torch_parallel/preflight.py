@@ -31,11 +31,14 @@ class Needs:
     data_bytes: int
     launcher_descriptors: int
     worker_descriptors: int
-    common_bytes: int = 0  # of the parameters, where all processes have them in one memory
+    common_bytes: int = 0
+    """Of the parameters, where all processes have them in one memory."""
+    server_bytes: int = 0
+    """What the server shares beyond what every rank does."""
 
     @property
     def shared_bytes(self) -> int:
-        return self.ranks * self.bytes_per_rank + self.common_bytes + self.data_bytes
+        return self.ranks * self.bytes_per_rank + self.common_bytes + self.server_bytes + self.data_bytes
 
 
 def needs(
@@ -46,11 +49,13 @@ def needs(
     bucket_bytes: int,
     data_bytes: int,
     common_parameters: bool = False,
+    staleness: int = 0,
 ) -> Needs | None:
     """What a run of `n` processes takes; None for a model that cannot be built without memory to find out.
 
     Every rank shares its gradients and a use mark for each parameter; with a server also its parameters, unless all
-    have them in common.
+    have them in common. A staleness of K takes K more buffers of gradients on every rank, and K + 1 of parameters on
+    the server.
     """
     try:
         with torch.device("meta"):  # tensors with shapes and no memory
@@ -62,11 +67,12 @@ def needs(
     marks = sum(len(group) for group in groups)
     return Needs(
         ranks=n,
-        bytes_per_rank=(elements * (2 if has_server else 1) + marks) * itemsize,
+        bytes_per_rank=((staleness + 1) * (elements + marks) + (elements if has_server else 0)) * itemsize,
         data_bytes=data_bytes,
         launcher_descriptors=LAUNCHER_DESCRIPTORS + n * DESCRIPTORS_PER_WORKER,
         worker_descriptors=WORKER_DESCRIPTORS,
         common_bytes=elements * itemsize if common_parameters else 0,
+        server_bytes=(staleness + 1) * elements * itemsize if staleness else 0,
     )
 
 

@@ -48,6 +48,12 @@ COLUMNS = (
     "train_s",
     "samples_per_s",
     "skipped_steps",
+    "updates",  # of the epoch; this and the next five on the server of a strategy that may go on without some workers
+    "staleness_mean",
+    "staleness_max",
+    "staleness_counts",  # gradients by their staleness, from 0 on, as JSON
+    "dropped",  # workers' shares of a step that were not waited for
+    "samples_lost",  # in these shares
     "rank",
     "role",  # worker or server
     "compute_s",

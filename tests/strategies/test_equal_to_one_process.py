@@ -19,7 +19,7 @@ from torch_parallel import launch
 from torch_parallel.collectives import Collective, Receive
 from torch_parallel.collectives.ring import RING_ALL_REDUCE, all_reduce
 from torch_parallel.communicator import Communicator
-from torch_parallel.strategies import FROM_SCRATCH, AllReduce, Strategy
+from torch_parallel.strategies import ASYNCHRONOUS, FROM_SCRATCH, AllReduce, Strategy
 from torch_parallel.workloads import build_model
 
 IMAGE = (1, 8, 8)
@@ -75,6 +75,9 @@ PROCESS_COUNTS = {
     "ring_all_reduce": (1, 2, 3, 4),
     "param_server": (2, 3, 5),
     "sharded_param_server": (1, 2, 3, 4),
+    # those that wait for everybody unless they are told otherwise
+    "param_server_bounded": (4,),
+    "param_server_backup": (4,),
 }
 
 
@@ -170,15 +173,19 @@ def references() -> list[list[dict]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "n"), [(name, n) for name in FROM_SCRATCH for n in PROCESS_COUNTS[name]], ids=lambda value: str(value)
+    ("name", "n"), [(name, n) for name, counts in PROCESS_COUNTS.items() for n in counts], ids=lambda value: str(value)
 )
 def test_every_step_is_that_of_one_process(name: str, n: int, references: list[list[dict]]) -> None:
     settings = [(MODELS[model], OPTIMIZERS[optimizer], dtype) for model, optimizer, dtype, _ in SETTINGS]
-    first, *others = train_everywhere(FROM_SCRATCH[name], n, settings)
+    first, *others = train_everywhere({**FROM_SCRATCH, **ASYNCHRONOUS}[name], n, settings)
     for index, (model, optimizer, dtype, tolerance) in enumerate(SETTINGS):
         assert largest_deviation(first[index], references[index]) <= tolerance, (model, optimizer, dtype)
         for other in others:
             assert other[index] == [digest(parameters) for parameters in first[index]], (model, optimizer, dtype)
+
+
+def test_every_strategy_from_scratch_is_among_them() -> None:
+    assert FROM_SCRATCH.keys() <= PROCESS_COUNTS.keys()
 
 
 def test_the_awkward_model_is_awkward() -> None:

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from torch_parallel import RunConfig, WorkerFailure, train
-from torch_parallel.strategies import STRATEGIES
+from torch_parallel.strategies import STRATEGIES, SYNCHRONOUS
 from torch_parallel.training import checkpoint, display, loop, record
 from torch_parallel.training.run import TrainingRun
 from torch_parallel.workloads import build_model
 
-every_strategy = pytest.mark.parametrize("strategy", list(STRATEGIES))
+every_strategy = pytest.mark.parametrize("strategy", list(SYNCHRONOUS))
 
 
 class Regularised(nn.Module):

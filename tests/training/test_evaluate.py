@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from torch_parallel.strategies.shares import shard
 from torch_parallel.training.evaluate import count_correct
-from torch_parallel.training.sampler import shard
 
 
 class RightOnTwo(nn.Module):

@@ -3,8 +3,25 @@
 from __future__ import annotations
 
 import pytest
+from torch import Tensor
 
-from torch_parallel.training.sampler import batches, epoch_order, shard, step_count
+from torch_parallel.strategies.shares import shard, synchronous_shares
+from torch_parallel.training import sampler
+from torch_parallel.training.sampler import epoch_order, step_count
+
+
+def batches(
+    sample_count: int,
+    batch_size: int,
+    seed: int,
+    epoch: int,
+    worker_index: int | None,
+    worker_count: int,
+    first_sample: int = 0,
+) -> list[tuple[Tensor, int]]:
+    """For each step this worker's samples, and the samples of all workers together."""
+    shares = synchronous_shares(sample_count, batch_size, worker_index, worker_count, first_sample)
+    return [(indices, share.count) for indices, share in sampler.batches(sample_count, seed, epoch, shares)]
 
 
 def taken(sample_count: int, batch_size: int, seed: int, epoch: int, workers: int) -> list[list[list[int]]]:

@@ -283,3 +283,39 @@ def too_slow(communicator: Communicator) -> str:
 def test_the_error_names_rank_purpose_and_round() -> None:
     said = launch(too_slow, 2, links=Topology.of(2, "10B"), deadline_s=5.0, threads=1)
     assert said[1].startswith("rank 1, a test, round 0: 1,000 bytes from rank 0 take 100.0 s over the emulated link")
+
+
+def push_and_answer(communicator: Communicator, nbytes: int, repeats: int) -> list[float]:
+    """The seconds of a push that rank 0 reads; on rank 1, those of the push and of the answer that it hears."""
+    transport, taken = communicator.transport, []
+    buffer = transport.share(nbytes, torch.uint8)
+    for _ in range(repeats):
+        transport.agree("start")
+        start_s = time.perf_counter()
+        if transport.rank == 0:
+            transport.read(buffer, 1, add=False, purpose="a push")
+            taken.append(time.perf_counter() - start_s)
+            transport.put(buffer, 1)
+            transport.tell(1)
+        else:
+            transport.hear(0, "the answer", put=[buffer])
+            taken.append(time.perf_counter() - start_s)
+    return taken
+
+
+def test_what_is_served_to_whoever_comes_crosses_the_links_too() -> None:
+    nbytes, topology = 2**20, Topology.of(2, "100mbit", "2ms")
+    message_s = nbytes / (100 * MBIT) + 0.002
+    for rank, messages in ((0, 1), (1, 2)):
+        best_median(
+            lambda rank=rank: launch(push_and_answer, 2, nbytes, 5, links=topology, threads=1)[rank],  # type: ignore[misc]
+            messages * message_s,
+            within=0.05,
+        )
+
+
+def test_and_names_purpose_and_rank_where_it_would_take_too_long() -> None:
+    transport = LocalGroup(2, deadline_s=5.0, links=Topology.of(2, "10B")).transport(0)
+    buffer = SharedBuffer([torch.zeros(1000, dtype=torch.uint8) for _ in range(2)], 0)
+    with pytest.raises(TransportError, match=r"^rank 0, a push: 1,000 bytes from rank 1 take 100\.0 s over"):
+        transport.read(buffer, 1, add=False, purpose="a push")

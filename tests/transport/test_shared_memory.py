@@ -18,9 +18,16 @@ from torch_parallel.status import StatusBoard
 from torch_parallel.transport import arena as arena_module
 from torch_parallel.transport import signals
 from torch_parallel.transport.arena import MAPPING_BYTES, PAGE_BYTES, Arena, page_aligned
-from torch_parallel.transport.base import READ, READY, Signals, WaitTimeout
 from torch_parallel.transport.shared_memory import SharedMemoryTransport, Wiring
-from torch_parallel.transport.signals import Inboxes, PipeSignals, SequenceNumbers
+from torch_parallel.transport.signals import (
+    READ,
+    READY,
+    Inboxes,
+    PipeSignals,
+    SequenceNumbers,
+    Signals,
+    WaitTimeout,
+)
 
 
 def open_descriptors() -> int:

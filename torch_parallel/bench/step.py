@@ -32,9 +32,9 @@ from torch_parallel.launcher import launch
 from torch_parallel.results import RunFolder
 from torch_parallel.strategies import FROM_SCRATCH
 from torch_parallel.strategies.builtin import at_its_best
+from torch_parallel.strategies.shares import shard
 from torch_parallel.training.config import ConfigError, OneLineParser
 from torch_parallel.training.optimizers import DEFAULT_LR, OPTIMIZERS, make_optimizer
-from torch_parallel.training.sampler import shard
 
 FEATURES, CLASSES = 784, 10
 DEFAULT_STRATEGIES = ("sharded_param_server", "ring_all_reduce")

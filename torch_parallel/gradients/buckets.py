@@ -38,8 +38,8 @@ class Bucket:
         self.numel = sum(parameter.numel() for _, parameter in parameters)
         first = parameters[0][1]
         self.shared = share(self.numel + len(parameters), first.dtype)
-        on_host = first.device.type == "cpu"
-        self.flat = self.shared.local if on_host else torch.zeros_like(self.shared.local, device=first.device)
+        self.on_host = first.device.type == "cpu"
+        self.flat = self.shared.local if self.on_host else torch.zeros_like(self.shared.local, device=first.device)
         self.views = list(views_of(self.flat, parameters))
         self._used: set[int] = set()
         for position, (_, parameter) in enumerate(parameters):
@@ -53,6 +53,14 @@ class Bucket:
     def named_views(self) -> Iterator[tuple[str, Tensor]]:
         """Each parameter's name and gradient."""
         return ((name, view) for (name, _), view in zip(self.parameters, self.views, strict=True))
+
+    def move_to(self, shared: SharedBuffer) -> None:
+        """From the next `zero()` on the gradients lie there: a buffer like the first, which peers may go on reading."""
+        if shared is not self.shared:
+            self.shared = shared
+            if self.on_host:
+                self.flat = shared.local
+                self.views = list(views_of(self.flat, self.parameters))
 
     def zero(self) -> None:
         """Ready for a new step: no parameter has a gradient. The transport must be settled: peers read this memory."""

@@ -6,6 +6,9 @@ from torch_parallel.strategies.all_reduce import AllReduce, RingAllReduce
 from torch_parallel.strategies.base import FromScratch, NotFinite, OptimizerFactory, Strategy
 from torch_parallel.strategies.builtin import DataParallelStrategy, DistributedDataParallelStrategy
 from torch_parallel.strategies.param_server import ParamServer
+from torch_parallel.strategies.param_server_async import ParamServerAsync
+from torch_parallel.strategies.param_server_backup import ParamServerBackup
+from torch_parallel.strategies.param_server_bounded import ParamServerBounded
 from torch_parallel.strategies.sharded import ShardedParamServer
 
 FROM_SCRATCH: dict[str, type[FromScratch]] = {
@@ -17,17 +20,30 @@ BUILTIN: dict[str, type[Strategy]] = {
     "ddp": DistributedDataParallelStrategy,
     "data_parallel": DataParallelStrategy,
 }
-STRATEGIES: dict[str, type[Strategy]] = {**FROM_SCRATCH, **BUILTIN}
+SYNCHRONOUS: dict[str, type[Strategy]] = {**FROM_SCRATCH, **BUILTIN}
+"""Equal to one process, whatever the options."""
+ASYNCHRONOUS: dict[str, type[FromScratch]] = {
+    "param_server_async": ParamServerAsync,
+    "param_server_bounded": ParamServerBounded,
+    "param_server_backup": ParamServerBackup,
+}
+"""Not equal to one process, unless they are told to wait for everybody: --staleness 0, --backup_workers 0."""
+STRATEGIES: dict[str, type[Strategy]] = {**SYNCHRONOUS, **ASYNCHRONOUS}
 
 __all__ = [
+    "ASYNCHRONOUS",
     "BUILTIN",
     "FROM_SCRATCH",
     "STRATEGIES",
+    "SYNCHRONOUS",
     "AllReduce",
     "FromScratch",
     "NotFinite",
     "OptimizerFactory",
     "ParamServer",
+    "ParamServerAsync",
+    "ParamServerBackup",
+    "ParamServerBounded",
     "RingAllReduce",
     "ShardedParamServer",
     "Strategy",

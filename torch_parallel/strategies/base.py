@@ -35,6 +35,8 @@ from torch_parallel.gradients.buckets import Bucket, NamedParameters, cut_into_b
 from torch_parallel.status import EXCHANGING, UPDATING
 from torch_parallel.strategies import optimizer_state
 from torch_parallel.strategies.replicas import give_everyone_the_same
+from torch_parallel.strategies.shares import Share, synchronous_shares
+from torch_parallel.strategies.tally import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,6 +78,8 @@ class Strategy(ABC):
         self.last_norm: float | None = None
         """With clipping, the norm of the last step's whole mean gradient, on the ranks that update."""
         self.skipped_steps = 0
+        self.tally: Tally | None = None
+        """Of this epoch, where the server may go on without some workers; it counts on the server alone."""
         self.on_update: Callable[[int, float, float], None] | None = None
         """Called with bucket index, start and end (`time.perf_counter`) of each update made on this rank."""
         self.model = model
@@ -94,6 +98,31 @@ class Strategy(ABC):
     def process_count(n: int) -> int:
         """How many processes drive `n` GPUs, or CPU workers."""
         return n
+
+    @classmethod
+    def in_step(cls, **options: Any) -> bool:
+        """Whether, with these values of its `options`, all ranks hold the same parameters after every step."""
+        return True
+
+    @classmethod
+    def adds_up_all(cls, **options: Any) -> bool:
+        """Whether, with these values of its `options`, every update is of the sum of all workers' gradients."""
+        return True
+
+    @staticmethod
+    def update_count(sample_count: int, batch_size: int, worker_count: int) -> int:
+        """Updates of the parameters in one epoch."""
+        return -(-sample_count // batch_size)
+
+    def shares(self, sample_count: int, batch_size: int, first_sample: int = 0) -> Iterator[Share]:
+        """What this rank trains on, step by step, in one epoch of which `first_sample` samples have been used before.
+
+        A server's shares are empty, one for each of its updates. When it ends, all ranks hold the same parameters.
+        """
+        communicator = self.communicator
+        return synchronous_shares(
+            sample_count, batch_size, communicator.worker_index, communicator.worker_count, first_sample
+        )
 
     @abstractmethod
     def optimized(self) -> Iterable[tuple[NamedParameters, Optimizer]]:
@@ -185,7 +214,7 @@ class FromScratch(Strategy):
                     "or make a new strategy"
                 )
         with self._exchanging():
-            self.transport.settle()
+            self._settle()
         for bucket in self.buckets:
             bucket.zero()
 
@@ -206,6 +235,10 @@ class FromScratch(Strategy):
         scale = self._agreed_scale()
         for bucket in self.buckets:
             self.update(bucket, scale)
+
+    def _settle(self) -> None:
+        """Returns when the gradients of this step may be written."""
+        self.transport.settle()
 
     def _stop_if_not_finite(self) -> None:
         for bucket in self.buckets:
@@ -230,7 +263,7 @@ class FromScratch(Strategy):
 
     def _optimize(self, bucket: Bucket, scale: float) -> None:
         with self._exchanging():
-            self.transport.settle()  # from here on the gradients may be written: by the scale, and by some optimizers
+            self._settle()  # from here on the gradients may be written: by the scale, and by some optimizers
         with self._updating(bucket):
             bucket.collect()
             self._stop_if_overflown(bucket.gradients, bucket.named_views())

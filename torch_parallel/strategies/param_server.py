@@ -51,19 +51,28 @@ class ParamServer(FromScratch):
             self._pull(bucket)
 
     def _pull(self, bucket: Bucket) -> None:
-        """On the CPU the parameters themselves lie in the shared buffer; on a GPU they are copied to and from it."""
-        shared = self.parameters[bucket.index]
-        values = list(views_of(shared.local, bucket.parameters))
-        in_place = bucket.flat is bucket.shared.local
-        if not in_place and self.updates_here:
-            _copy_all(values, [parameter.detach() for _, parameter in bucket.parameters])
-        self.transport.perform(PULL, shared, f"parameters of bucket {bucket.index}")
-        if not in_place and not self.updates_here:
-            _copy_all([parameter.detach() for _, parameter in bucket.parameters], values)
+        if self.updates_here:
+            self._offer(bucket)
+        self.transport.perform(PULL, self.parameters[bucket.index], f"parameters of bucket {bucket.index}")
+        if not self.updates_here:
+            self._adopt(bucket)
+
+    def _offer(self, bucket: Bucket) -> None:
+        """Copies the parameters to the shared buffer. On the CPU they lie there."""
+        if not bucket.on_host:
+            _copy_all(self._shared_values(bucket), [parameter.detach() for _, parameter in bucket.parameters])
+
+    def _adopt(self, bucket: Bucket) -> None:
+        """The reverse of `_offer`."""
+        if not bucket.on_host:
+            _copy_all([parameter.detach() for _, parameter in bucket.parameters], self._shared_values(bucket))
+
+    def _shared_values(self, bucket: Bucket) -> list[torch.Tensor]:
+        return list(views_of(self.parameters[bucket.index].local, bucket.parameters))
 
     def _share_parameters(self, bucket: Bucket) -> SharedBuffer:
         shared = self.transport.share(bucket.numel, bucket.flat.dtype)
-        if bucket.flat is bucket.shared.local:
+        if bucket.on_host:
             for (_, parameter), view in zip(bucket.parameters, views_of(shared.local, bucket.parameters), strict=True):
                 view.copy_(parameter.detach())
                 parameter.data = view

@@ -33,9 +33,9 @@ class ConfigError(ValueError):
     """A run that cannot be: one line that names the flag, the value, and what would do."""
 
 
-def flag(default: Any, help: str, choices: Sequence[str] | None = None) -> Any:
-    """A field of RunConfig that is a flag of the command line too."""
-    return field(default=default, metadata={"help": help, "choices": choices})
+def flag(default: Any, help: str, choices: Sequence[str] | None = None, own: bool = False) -> Any:
+    """A field of RunConfig that is a flag of the command line too; with `own`, only of the strategies that name it."""
+    return field(default=default, metadata={"help": help, "choices": choices, "own": own})
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,14 @@ class RunConfig:
     strategy: str = flag("ring_all_reduce", "how workers come to hold the next parameters", tuple(STRATEGIES))
     n_gpus: int | None = flag(
         None,
-        "processes, one a GPU, or CPU processes where there is no GPU; with param_server the first one is the server "
+        "processes, one a GPU, or CPU processes where there is no GPU; with a param_server the first one is the server "
         "and trains nothing; data_parallel drives all GPUs from one process (default: all GPUs and at least 2)",
     )
-    batch_size: int = flag(64, "samples of one optimizer step over all workers together (the global batch)")
+    batch_size: int = flag(
+        64,
+        "samples of one optimizer step over all workers together (the global batch); with param_server_async, of one "
+        "update of each worker",
+    )
     epochs: int | None = flag(
         None, "passes over the training data (default: 3, and 10 for digits, which has few samples)"
     )
@@ -86,7 +90,11 @@ class RunConfig:
     clip_norm: float | None = flag(None, "largest norm of the whole gradient, clipped after averaging (default: none)")
     not_finite: str = flag("stop", "what all ranks do about a NaN or infinite gradient", NOT_FINITE)
     check_replicas: int = flag(0, "compare the parameters of all ranks every so many steps; 0 is never")
-    checkpoint_every: int = flag(0, "save a checkpoint every so many steps, and at the end; 0 is never")
+    checkpoint_every: int = flag(
+        0,
+        "save a checkpoint every so many steps, and at the end; 0 is never; where workers are not in step, at the next "
+        "end of an epoch",
+    )
     resume: str | None = flag(None, "checkpoint, or folder of a run, to go on from")
     trace: str | None = flag(None, "file for a Chrome trace of all ranks (opens in ui.perfetto.dev)")
     steps_csv: str | None = flag(None, "file for what every rank's time went on in every step, and for whom it waited")
@@ -111,6 +119,10 @@ class RunConfig:
     workers_per_node: int | None = flag(None, "workers of each emulated node (default: as --nodes and --n_gpus say)")
     nics: int = flag(1, "NICs of each emulated node, shared by its workers in equal groups; within it memory is used")
     bucket_mb: float = flag(25.0, "MiB of gradients that are exchanged together")
+    staleness: int = flag(0, "steps that a worker of param_server_bounded may be ahead of the slowest one", own=True)
+    backup_workers: int = flag(
+        0, "workers of param_server_backup that a step does not wait for: the slowest ones, whoever they are", own=True
+    )
     results_dir: str = flag("results/runs", "folder in which the run makes a folder for its manifest.json and runs.csv")
     deadline_s: float = flag(300.0, "seconds after which a wait for a silent rank ends the run")
 
@@ -128,6 +140,7 @@ class RunConfig:
                 self.n_gpus > servers,
                 f"{self.strategy} needs at least {servers + 1}: rank 0 is the server, the others train",
             )
+        self._check_own_options()
         self._check("batch_size", self.batch_size >= 1, "a step needs at least 1 sample")
         self._check("epochs", self.epochs is None or self.epochs >= 1, "at least 1 epoch is needed")
         self._check("lr", self.lr is None or (math.isfinite(self.lr) and self.lr >= 0), "it must be finite and not < 0")
@@ -147,6 +160,16 @@ class RunConfig:
             emulation.check(self)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+    @property
+    def own_options(self) -> dict[str, Any]:
+        """Name and value of the flags that only some strategies take, this one among them."""
+        return {name: getattr(self, name) for name in _OWN if name in STRATEGIES[self.strategy].options}
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all ranks hold the same parameters after every step."""
+        return STRATEGIES[self.strategy].in_step(**self.own_options)
 
     def epochs_on(self, dataset: str) -> int:
         """`epochs`, or the default for the data set of that name."""
@@ -198,9 +221,29 @@ class RunConfig:
         if value not in choices and not (value is None and optional):
             raise ConfigError(f"--{name} {value}: choose from {', '.join(choices)}")
 
+    def _check_own_options(self) -> None:
+        for name in _OWN:
+            takers = [other for other, strategy in STRATEGIES.items() if name in strategy.options]
+            default = type(self).__dataclass_fields__[name].default
+            taken = self.strategy in takers or getattr(self, name) == default
+            self._check(name, taken, f"{self.strategy} does not take it; give --strategy {' or '.join(takers)}")
+            self._check(name, getattr(self, name) >= 0, "it must not be < 0")
+        if self.backup_workers and self.n_gpus is not None:
+            workers = self.n_gpus - STRATEGIES[self.strategy].server_count
+            why = f"it must be less than the number of workers, {workers}: one at least is waited for"
+            self._check("backup_workers", self.backup_workers < workers, why)
+        why = f"with {self.strategy} ranks hold different parameters between the ends of epochs; leave it out"
+        self._check("check_replicas", self.check_replicas == 0 or self.in_step, why)
+        adds_up_all = STRATEGIES[self.strategy].adds_up_all(**self.own_options)
+        why = f"{self.strategy} updates by the gradients of some workers, averaged over their samples; leave it out"
+        self._check("aggregate", self.aggregate == "weighted" or adds_up_all, why)
+
     def _check(self, name: str, good: bool, why: str) -> None:
         if not good:
             raise ConfigError(f"--{name} {getattr(self, name)}: {why}")
+
+
+_OWN = [each.name for each in fields(RunConfig) if each.metadata["own"]]
 
 
 class OneLineParser(argparse.ArgumentParser):

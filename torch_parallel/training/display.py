@@ -16,7 +16,7 @@ from torch_parallel.steps import StepsFile
 from torch_parallel.strategies import STRATEGIES
 from torch_parallel.training import emulation
 from torch_parallel.training.config import RunConfig
-from torch_parallel.training.record import Epoch, Saved, Started, Steps
+from torch_parallel.training.record import Epoch, Saved, Served, Started, Steps
 from torch_parallel.training.sampler import step_count
 from torch_parallel.workloads import Dataset
 
@@ -88,7 +88,8 @@ class Display:
             self.say(f"{workers} workers share {usable_cpus()} processors: expect no speed-up over fewer workers")
 
     def tick(self, board: StatusBoard) -> None:
-        status = board.read(self.servers)
+        # a server knows of all workers' samples, and of synchronous ones each does
+        status = max((board.read(rank) for rank in (0, self.servers)), key=lambda each: (each.epoch, each.samples))
         done = (max(status.epoch, 1) - 1) * self.steps + min(status.samples // self.config.batch_size, self.steps)
         self.bar.update(max(0, done - self.bar.n))
 
@@ -121,7 +122,7 @@ class Display:
             f"epoch {epoch.epoch}/{self.config.epochs}  train loss {epoch.train_loss:.4f}  "
             f"test accuracy {100 * epoch.test_accuracy:.2f} %  {epoch.samples_per_s:,.0f} samples/s  "
             f"compute {mean('compute_s'):.2f} s  exchange {mean('exchange_s'):.2f} s  wait {mean('wait_s'):.2f} s  "
-            f"update {updating.update_s:.2f} s{skipped}"
+            f"update {updating.update_s:.2f} s{skipped}{_served_line(epoch.served)}"
         )
 
     def _rows(self, epoch: Epoch) -> list[dict[str, Any]]:
@@ -130,12 +131,12 @@ class Display:
             **config.columns(self.dataset.name, self.model_name),
             "kind": self.kind,
             "strategy": config.strategy,
-            "options": json.dumps({"bucket_mb": config.bucket_mb, **emulation.flags(config)}),
+            "options": json.dumps({"bucket_mb": config.bucket_mb, **config.own_options, **emulation.flags(config)}),
             "workers": self.processes - self.servers,
             "nodes": links.node_count if links else 1,
             "device": self.device,
             "threads": self.threads,
-            **{key: value for key, value in asdict(epoch).items() if key != "ranks"},
+            **{key: value for key, value in asdict(epoch).items() if key not in ("ranks", "served")},
         }
         rows = []
         for rank, spent in enumerate(epoch.ranks):
@@ -143,7 +144,28 @@ class Display:
             for by_peer in ("waited_for_s", "received_bytes"):
                 parts[by_peer] = json.dumps(parts[by_peer])
             rows.append({**common, "rank": rank, "role": "server" if rank < self.servers else "worker", **parts})
+        if epoch.served is not None:
+            rows[0] |= _served_columns(epoch.served)
         return rows
 
     def close(self) -> None:
         self.bar.close()
+
+
+def _served_line(served: Served | None) -> str:
+    if served is None:
+        return ""
+    lost = f"  {served.dropped} late, {served.samples_lost} samples lost" if served.dropped else ""
+    staleness = (
+        f"  staleness {served.staleness_mean:.2f}, at most {served.staleness_max}" if served.staleness_max else ""
+    )
+    return f"  {served.updates} updates{staleness}{lost}"
+
+
+def _served_columns(served: Served) -> dict[str, Any]:
+    return {
+        **asdict(served),
+        "staleness_counts": json.dumps(served.staleness_counts),
+        "staleness_mean": served.staleness_mean,
+        "staleness_max": served.staleness_max,
+    }

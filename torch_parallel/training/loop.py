@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -20,15 +20,17 @@ from torch_parallel.communicator import Communicator
 from torch_parallel.status import COMPUTING, EVALUATING, SAVING
 from torch_parallel.strategies import STRATEGIES, NotFinite, Strategy
 from torch_parallel.strategies.replicas import ReplicasDiffer, broadcast_all, check_replicas
+from torch_parallel.strategies.shares import Share, shard
+from torch_parallel.strategies.tally import Tally
 from torch_parallel.training import checkpoint, emulation
 from torch_parallel.training.aggregate import divisor
 from torch_parallel.training.clock import EpochClock
 from torch_parallel.training.config import RunConfig
 from torch_parallel.training.evaluate import count_correct
 from torch_parallel.training.optimizers import make_optimizer
-from torch_parallel.training.record import Epoch, RankEpoch, Saved, Started, Steps
+from torch_parallel.training.record import Epoch, RankEpoch, Saved, Served, Started, Steps
 from torch_parallel.training.recorder import StepRecorder, compute_ends
-from torch_parallel.training.sampler import batches, shard, step_count
+from torch_parallel.training.sampler import batches, step_count
 from torch_parallel.training.schedule import factor
 from torch_parallel.training.tracing import Tracer
 from torch_parallel.workloads import Dataset
@@ -78,9 +80,12 @@ class Trainer:
         self.train_size, self.test_size = len(self.data["train_targets"]), len(self.data["test_targets"])
         self.dtype = getattr(torch, config.dtype)
         self.epochs = config.epochs_on(job.dataset.name)
-        self.total_steps = self.epochs * step_count(self.train_size, config.batch_size)
-        self.steps_done = 0  # of the run
+        update_count = STRATEGIES[config.strategy].update_count
+        self.total_steps = self.epochs * update_count(self.train_size, config.batch_size, communicator.worker_count)
+        self.steps_done = 0  # of the run; between two epochs, the updates that were made
+        self.saved_step = 0
         self.samples_done = 0  # of the present epoch, by all workers
+        self.samples_seen = 0  # of the present epoch, by this rank; what a resumed epoch had seen, by the first worker
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=communicator.device)  # of the present epoch
         self.history: list[Epoch] = []
         self.tracer: Tracer | None = None
@@ -107,7 +112,9 @@ class Trainer:
         for epoch in range(first_epoch, self.epochs + 1):
             spent, train_s, rate = self.train_epoch(epoch, warms_up=epoch == first_epoch)
             self._finish_epoch(epoch, spent, train_s, rate)
-        if self.config.checkpoint_every and self.steps_done % self.config.checkpoint_every:
+            if not self.config.in_step and self._checkpoint_is_due():
+                self._save()
+        if self.config.checkpoint_every and self.steps_done > self.saved_step:
             self._save()
         self.strategy.close()
         events = self.tracer.events if self.tracer else []
@@ -139,11 +146,12 @@ class Trainer:
         """What this rank spent, the seconds of the training part, and the samples a second of all workers."""
         self.clock = EpochClock(self.strategy)
         first_sample, warm_up = self.samples_done, (0.0, self.samples_done)
-        for step, (indices, global_count) in enumerate(self._batches(epoch), start=1):
-            self._step(indices, global_count, step, epoch)
+        for step, (indices, share) in enumerate(self._batches(epoch), start=1):
+            self._step(indices, share, step, epoch)
             if warms_up and step == 1:
                 warm_up = (self.clock.seconds, self.samples_done)
         train_s = self.clock.seconds
+        self.samples_done = self.train_size  # what this rank did not do, others did
         if warm_up[1] == self.samples_done:  # there was one step only, or none
             warm_up = (0.0, first_sample)
         rate = (self.samples_done - warm_up[1]) / max(train_s - warm_up[0], 1e-9)
@@ -151,7 +159,7 @@ class Trainer:
         self.samples_done = 0
         return self.clock.spent(train_s), train_s, rate
 
-    def _step(self, indices: Tensor, global_count: int, step: int, epoch: int) -> None:
+    def _step(self, indices: Tensor, share: Share, step: int, epoch: int) -> None:
         """One optimizer step, and what is due after it."""
         config, status = self.config, self.communicator.status
         status.step(epoch, step, self.samples_done)
@@ -163,7 +171,7 @@ class Trainer:
         if self.recorder:
             self.recorder.begin()
         self.strategy.begin_step()
-        divided_by = divisor(config.aggregate, len(indices), global_count, self.communicator.worker_count)
+        divided_by = divisor(config.aggregate, len(indices), share.count, self.communicator.worker_count)
         with self._span("compute", f"step {step} of epoch {epoch}"):
             start_s = time.perf_counter()
             for number, micro_batch in enumerate(indices.tensor_split(config.accumulate), start=1):
@@ -177,16 +185,21 @@ class Trainer:
             if self.recorder:
                 self.recorder.end(epoch, step)
             self.steps_done += 1
-            self.samples_done += global_count
+            self.samples_done = share.done
             if config.check_replicas and self.steps_done % config.check_replicas == 0:
                 with self.clock.off_the_clock():
                     check_replicas(self.model, self.communicator)
         except (NotFinite, ReplicasDiffer) as error:
             where = f"in step {step} of epoch {epoch} on rank {self.communicator.rank}"
             raise type(error)(f"{error} {where}") from None
-        if config.checkpoint_every and self.steps_done % config.checkpoint_every == 0:
+        if config.in_step and self._checkpoint_is_due():
             with self.clock.off_the_clock():
                 self._save()
+
+    def _checkpoint_is_due(self) -> bool:
+        """Whether a multiple of `checkpoint_every` steps has been reached since the last one."""
+        every = self.config.checkpoint_every
+        return every > 0 and self.steps_done // every > self.saved_step // every
 
     def _forward_and_backward(self, indices: Tensor, divided_by: int) -> None:
         device = self.communicator.device
@@ -195,6 +208,7 @@ class Trainer:
         loss_sum = cross_entropy(logits, targets, reduction="sum")
         (loss_sum * self.strategy.loss_factor / divided_by).backward()
         self.loss_sum += loss_sum.detach()
+        self.samples_seen += len(indices)
 
     def _finish_epoch(self, epoch: int, spent: RankEpoch, train_s: float, rate: float) -> None:
         """Evaluates, adds up what all ranks have seen and spent, and tells the launcher."""
@@ -202,21 +216,25 @@ class Trainer:
             self.communicator.report(Steps(self.recorder.take()))
         with self._span("evaluate", f"epoch {epoch}"):
             test_loss, correct = self._evaluate()
-        own = [self.loss_sum.item(), test_loss, correct, self.strategy.skipped_steps, *spent.numbers()]
-        table = self.communicator.all_ranks(torch.tensor(own, dtype=torch.float64))
+        skipped = self.strategy.skipped_steps
+        own = [self.loss_sum.item(), self.samples_seen, test_loss, correct, skipped, self.steps_done]
+        table = self.communicator.all_ranks(torch.tensor([*own, *spent.numbers()], dtype=torch.float64))
+        self.steps_done = int(table[:, len(own) - 1].max())  # a server that waits for nobody has made the most
         record = Epoch(
             epoch=epoch,
             steps=step_count(self.train_size, self.config.batch_size),
-            train_loss=table[:, 0].sum().item() / self.train_size,
-            test_loss=table[:, 1].sum().item() / self.test_size,
-            test_accuracy=table[:, 2].sum().item() / self.test_size,
+            train_loss=table[:, 0].sum().item() / table[:, 1].sum().item(),
+            test_loss=table[:, 2].sum().item() / self.test_size,
+            test_accuracy=table[:, 3].sum().item() / self.test_size,
             train_s=train_s,
             samples_per_s=rate,
-            skipped_steps=int(table[:, 3].max()),
-            ranks=[RankEpoch.from_numbers(row[4:].tolist()) for row in table],
+            skipped_steps=int(table[:, 4].max()),
+            ranks=[RankEpoch.from_numbers(row[len(own) :].tolist()) for row in table],
+            served=Served.of(self.strategy.tally, self.communicator),
         )
         self.history.append(record)
         self.loss_sum.zero_()
+        self.samples_seen = 0
         if self.communicator.worker_index == 0:
             self.communicator.report(record)
 
@@ -247,6 +265,7 @@ class Trainer:
                 "samples_done": self.samples_done,
                 "history": [asdict(epoch) for epoch in self.history],
                 "skipped_steps": self.strategy.skipped_steps,
+                "tally": asdict(self.strategy.tally) if self.strategy.tally else None,
                 "model": {**checkpoint.on_cpu(self.model.state_dict()), **first_worker["buffers"]},
                 "optimizer": optimizer,
                 "server_count": self.communicator.server_count,
@@ -256,14 +275,17 @@ class Trainer:
             }
             path = checkpoint.save(content, Path(self.job.checkpoint_folder), self.steps_done)
             self.communicator.report(Saved(self.steps_done, str(path)))
+        self.saved_step = self.steps_done
 
     def _restore(self, saved: dict[str, Any]) -> None:
         communicator = self.communicator
         self.steps_done, self.samples_done = saved["step"], saved["samples_done"]
+        self.saved_step = self.steps_done
+        self.samples_seen = self.samples_done if communicator.worker_index == 0 else 0
         self.strategy.skipped_steps = saved["skipped_steps"]
-        self.history = [
-            Epoch(**{**epoch, "ranks": [RankEpoch(**rank) for rank in epoch["ranks"]]}) for epoch in saved["history"]
-        ]
+        if self.strategy.tally and saved.get("tally"):
+            self.strategy.tally = Tally(**saved["tally"])
+        self.history = [Epoch.from_dict(epoch) for epoch in saved["history"]]
         self.strategy.load_optimizer_state(saved["optimizer"])
         same_ranks = len(saved["ranks"]) == communicator.world_size
         if same_ranks and saved["server_count"] == communicator.server_count:
@@ -276,16 +298,9 @@ class Trainer:
     def _span(self, lane: str, name: str) -> AbstractContextManager[None]:
         return self.tracer.span(lane, name) if self.tracer else nullcontext()
 
-    def _batches(self, epoch: int) -> Any:
-        return batches(
-            self.train_size,
-            self.config.batch_size,
-            self.config.seed,
-            epoch,
-            self.communicator.worker_index,
-            self.communicator.worker_count,
-            first_sample=self.samples_done,
-        )
+    def _batches(self, epoch: int) -> Iterator[tuple[Tensor, Share]]:
+        shares = self.strategy.shares(self.train_size, self.config.batch_size, first_sample=self.samples_done)
+        return batches(self.train_size, self.config.seed, epoch, shares)
 
     def _prepare(self, inputs: Tensor) -> Tensor:
         self.communicator.status.beat()  # evaluation may be long

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+
+from torch_parallel.communicator import Communicator
 from torch_parallel.steps import StepTimes
+from torch_parallel.strategies.tally import Tally
 
 
 @dataclass
@@ -32,6 +37,38 @@ class RankEpoch:
 
 
 @dataclass
+class Served:
+    """What a server that may go on without some workers did in one epoch: see `strategies/tally.py`."""
+
+    updates: int
+    dropped: int  # workers' shares of a step that were not waited for
+    samples_lost: int  # in these shares
+    staleness_counts: list[int]  # gradients by their staleness, from 0 on
+
+    @classmethod
+    def of(cls, tally: Tally | None, communicator: Communicator) -> Served | None:
+        """The server's tally, on all ranks, which all call it; None for a strategy whose server waits for everybody."""
+        if tally is None:
+            return None
+        numbers = [tally.updates, tally.dropped, tally.samples_lost, len(tally.staleness_counts)]
+        updates, dropped, samples_lost, length = communicator.broadcast(torch.tensor(numbers)).tolist()
+        counts = torch.zeros(length, dtype=torch.int64)
+        if communicator.is_server:
+            counts += torch.tensor(tally.staleness_counts, dtype=torch.int64)
+        return cls(updates, dropped, samples_lost, communicator.broadcast(counts).tolist())
+
+    @property
+    def staleness_mean(self) -> float:
+        """Over all gradients that were applied; 0 where there are none."""
+        weighted = sum(staleness * count for staleness, count in enumerate(self.staleness_counts))
+        return weighted / max(1, sum(self.staleness_counts))
+
+    @property
+    def staleness_max(self) -> int:
+        return max(0, len(self.staleness_counts) - 1)
+
+
+@dataclass
 class Epoch:
     """One line of a run's history. Losses are means over all samples of all workers, accuracy over all test samples."""
 
@@ -44,6 +81,14 @@ class Epoch:
     samples_per_s: float  # of all workers; the run's first step, which warms up, is left out
     skipped_steps: int  # so far in the run, because a gradient was not finite
     ranks: list[RankEpoch]
+    served: Served | None = None
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Epoch:
+        """The reverse of `dataclasses.asdict`."""
+        served = fields.get("served")
+        ranks = [RankEpoch(**rank) for rank in fields["ranks"]]
+        return cls(**{**fields, "ranks": ranks, "served": Served(**served) if served else None})
 
 
 @dataclass

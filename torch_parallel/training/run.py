@@ -149,6 +149,7 @@ def _check_the_machine(config: RunConfig, dataset: Dataset, make_model: Callable
         bucket_bytes=int(config.bucket_mb * 2**20),
         data_bytes=sum(getattr(dataset, name).nbytes for name in TENSORS),
         common_parameters=STRATEGIES[config.strategy].common_parameters,
+        staleness=config.staleness,
     )
     if required is not None:
         preflight.check(required)

@@ -11,6 +11,9 @@ The contract, which `tests/transport/test_conformance.py` holds against every tr
   settling until it calls `acknowledge`: what it wrote until then, anywhere, is visible to them when they have settled.
 - `share_common` gives one buffer that all ranks write; who writes what and when is theirs to order by the signals of
   the schedules that they perform.
+- Beside schedules, in which every rank knows what comes next, a rank may serve whoever comes first: `arrivals` waits
+  for any of several peers, `read` copies or adds a peer's part, `put` writes over it, `tell` and `hear` are the signals
+  around that. No rank but the two concerned takes part, and who may write a part when is the callers' affair.
 - Every wait ends at the deadline with an error that names rank, peer, purpose and round.
 - `waited_s[peer]` adds up the seconds that this rank waited for that peer.
 - An `observer`, if there is one, is called with a `Transfer` for each message received. Without one, nothing is paid.
@@ -21,7 +24,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -31,20 +34,14 @@ from torch import Tensor
 
 from torch_parallel.collectives.proof import examine
 from torch_parallel.collectives.schedule import Collective, Receive, Send, chunk_bounds
+from torch_parallel.transport.signals import READ, READY, Signals, WaitTimeout
 
 TEXT_LIMIT = 200
 """Bytes (UTF-8) of a text that ranks agree on; what is longer is cut."""
 
-READY, READ = 0, 1
-"""The two kinds of signal: "my chunk is ready for you" and "I have read the last of yours"."""
-
 
 class TransportError(RuntimeError):
     """A wait that reached its deadline, or ranks that do not ask for the same thing."""
-
-
-class WaitTimeout(Exception):
-    """Raised by `Signals.wait`; the transport adds what the wait was for and raises a `TransportError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +57,6 @@ class Transfer:
     start_s: float
     end_s: float
     reduce: bool  # added to the receiver's chunk, not copied over it
-
-
-class Signals(ABC):
-    """Counts of signals between every ordered pair of ranks. They only ever grow, so no signal can be taken twice."""
-
-    waited_s: list[float]
-
-    @abstractmethod
-    def post(self, kind: int, peer: int) -> None:
-        """Signals `peer`: everything this rank wrote before is visible to it once it has seen the signal."""
-
-    @abstractmethod
-    def wait(self, kind: int, peer: int, doing: str, round_index: int) -> None:
-        """Returns once `peer` has posted one signal more than were waited for so far.
-
-        Raises `WaitTimeout` at the deadline. `doing` and `round_index` say what for, to whoever watches this rank.
-        """
 
 
 # One receive, ready to perform: the source, the bound `add_` or `copy_` of my chunk, the peer's chunk, and which it is.
@@ -142,13 +122,17 @@ class Transport(ABC):
     def _description(self, peer: int) -> str:
         """What `peer` wrote down last."""
 
-    def share(self, numel: int, dtype: torch.dtype) -> SharedBuffer:
-        """A new zero-filled buffer [numel] of every rank. All ranks call it, with the same arguments.
+    def share(self, numel: int, dtype: torch.dtype, owner: int | None = None) -> SharedBuffer:
+        """A new zero-filled buffer [numel] of every rank, or of rank `owner` alone, while the others' parts are empty.
 
-        Raises TransportError where they differ. The memory is freed when the last process of the run has ended.
+        All ranks call it, with the same arguments. Raises TransportError where they differ. The memory is freed when
+        the last process of the run has ended.
         """
-        buffer = SharedBuffer(self._allocate(self.world_size, numel, dtype), self.rank)
-        self.agree(f"share {numel} elements of {dtype}")
+        holders = range(self.world_size) if owner is None else range(owner, owner + 1)
+        held = self._allocate(len(holders), numel, dtype)
+        parts = [held[holders.index(rank)] if rank in holders else held[0][:0] for rank in range(self.world_size)]
+        buffer = SharedBuffer(parts, self.rank)
+        self.agree(f"share {numel} elements of {dtype}" + ("" if owner is None else f" of rank {owner}"))
         return buffer
 
     def share_common(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -223,11 +207,64 @@ class Transport(ABC):
         self._acknowledge(self._unacknowledged)
         self._unacknowledged.clear()
 
-    def settle(self) -> None:
-        """Returns when no peer reads this rank's memory any more, so that it may be written."""
-        for reader, doing in self._unsettled:
+    def settle(self, leave: int = 0) -> None:
+        """Returns when no peer reads this rank's memory any more, so that it may be written.
+
+        With `leave`, the newest so many messages of which this is to be heard may still be being read.
+        """
+        settled = max(0, len(self._unsettled) - leave)
+        for reader, doing in self._unsettled[:settled]:
             self._wait(READ, reader, f"{doing}, end of the peer's reading", 0)
-        self._unsettled.clear()
+        del self._unsettled[:settled]
+
+    def tell(self, peer: int) -> None:
+        """Lets `peer` know that what this rank wrote for it is complete."""
+        self._signals.post(READY, peer)
+
+    def told(self, peer: int) -> bool:
+        """Whether `peer` has told, or performed, something that this rank has not heard yet; does not wait."""
+        return self._signals.posted(READY, peer)
+
+    def hear(self, peer: int, doing: str, put: Iterable[SharedBuffer] = ()) -> None:
+        """Waits until `peer` tells this rank; `put` are the buffers that it wrote over mine before, to be counted."""
+        wait_start_s = time.perf_counter()
+        self._wait(READY, peer, doing, 0)
+        for buffer in put:
+            self._receive((peer, _nothing, buffer.local, False), doing, wait_start_s)
+            wait_start_s = time.perf_counter()
+
+    def arrivals(self, peers: list[int], doing: str) -> list[int]:
+        """Waits until any of the peers tells this rank, and returns all that have, in rank order, as heard."""
+        try:
+            self._signals.wait_any(READY, peers, doing)
+        except WaitTimeout as timeout:
+            raise TransportError(f"rank {self.rank}, {doing}: {timeout}") from None
+        came = [peer for peer in peers if self.told(peer)]
+        for peer in came:
+            self._wait(READY, peer, doing, 0)
+        return came
+
+    def read(self, buffer: SharedBuffer, peer: int, add: bool, purpose: str) -> None:
+        """Adds the peer's part to mine, or copies it over mine. The peer must leave it alone until it hears of me."""
+        operation = buffer.local.add_ if add else buffer.local.copy_
+        self._receive((peer, operation, buffer.parts[peer], add), purpose, time.perf_counter())
+
+    def put(self, buffer: SharedBuffer, peer: int) -> None:
+        """Copies my part over the peer's, which must be waiting to hear of me."""
+        buffer.parts[peer].copy_(buffer.local)
+
+    def _receive(self, pull: Pull, purpose: str, wait_start_s: float) -> None:
+        """One message outside of schedules, whose sender has signalled; over an emulated link, if there is one."""
+        source, operation, theirs, reduce = self.over_link(pull)
+        start_s = time.perf_counter()
+        try:
+            operation(theirs)
+        except WaitTimeout as timeout:
+            raise TransportError(f"rank {self.rank}, {purpose}: {timeout}") from None
+        self.received_bytes[source] += theirs.nbytes
+        if self.observer is not None:
+            times = (wait_start_s, start_s, time.perf_counter())
+            self.observer(Transfer(source, self.rank, theirs.nbytes, purpose, 0, *times, reduce))
 
     def _acknowledge(self, sources: list[int]) -> None:
         for source in sources:
@@ -264,6 +301,10 @@ class Transport(ABC):
 def _unfinished_reads(collective: Collective, world_size: int) -> list[tuple[int, int]]:
     """(reader, source) pairs; worked out once a schedule, however many buffers it is performed on."""
     return sorted(examine(collective, world_size).unfinished_reads)
+
+
+def _nothing(theirs: Tensor) -> None:
+    """What is left to do of a receive whose sender has written it in place."""
 
 
 def _pull(receive: Receive, buffer: SharedBuffer, bounds: list[int]) -> Pull:

@@ -24,7 +24,8 @@ from typing import Any
 from torch import Tensor
 
 from torch_parallel.topology import Topology
-from torch_parallel.transport.base import Pull, WaitTimeout
+from torch_parallel.transport.base import Pull
+from torch_parallel.transport.signals import WaitTimeout
 
 SPIN_S = 0.001
 """The end of a sleep is not exact; the last millisecond is spent looking at the clock."""

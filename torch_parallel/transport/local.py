@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from torch_parallel.topology import Topology
-from torch_parallel.transport.base import Signals, Transport, WaitTimeout
+from torch_parallel.transport.base import Transport
 from torch_parallel.transport.links import EmulatedLinks
+from torch_parallel.transport.signals import Signals, WaitTimeout, silence
 
 
 class LocalGroup:
@@ -46,12 +47,20 @@ class LocalSignals(Signals):
             self._group.changed.notify_all()
 
     def wait(self, kind: int, peer: int, doing: str, round_index: int) -> None:
-        key, counts, start_s = (kind, peer, self._rank), self._group.counts, time.perf_counter()
+        self.wait_any(kind, [peer], doing)
         with self._group.changed:
-            if not self._group.changed.wait_for(lambda: counts.get(key, 0) > 0, self._group.deadline_s):
-                raise WaitTimeout(f"no signal from rank {peer} for {self._group.deadline_s:.1f} s")
-            counts[key] -= 1
-        self.waited_s[peer] += time.perf_counter() - start_s
+            self._group.counts[kind, peer, self._rank] -= 1
+
+    def posted(self, kind: int, peer: int) -> bool:
+        return self._group.counts.get((kind, peer, self._rank), 0) > 0
+
+    def wait_any(self, kind: int, peers: list[int], doing: str) -> None:
+        start_s, deadline_s = time.perf_counter(), self._group.deadline_s
+        with self._group.changed:
+            if not self._group.changed.wait_for(lambda: any(self.posted(kind, peer) for peer in peers), deadline_s):
+                raise WaitTimeout(silence(peers, deadline_s))
+            first = next(peer for peer in peers if self.posted(kind, peer))
+        self.waited_s[first] += time.perf_counter() - start_s
 
 
 class LocalTransport(Transport):

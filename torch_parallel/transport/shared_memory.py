@@ -10,9 +10,9 @@ from torch import Tensor
 from torch_parallel.status import StatusBoard
 from torch_parallel.topology import Topology
 from torch_parallel.transport.arena import Arena, page_aligned
-from torch_parallel.transport.base import TEXT_LIMIT, Signals, Transport
+from torch_parallel.transport.base import TEXT_LIMIT, Transport
 from torch_parallel.transport.links import EmulatedLinks, FileLock
-from torch_parallel.transport.signals import Inboxes, PipeSignals, SequenceNumbers, stores_are_ordered
+from torch_parallel.transport.signals import Inboxes, PipeSignals, SequenceNumbers, Signals, stores_are_ordered
 
 _TEXT_BYTES = TEXT_LIMIT + 56
 

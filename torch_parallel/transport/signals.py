@@ -1,4 +1,5 @@
-"""Signals between processes: sequence numbers in shared memory, and pipes where stores are not ordered.
+"""Signals between ranks: what they promise, and two kinds between processes: sequence numbers in shared memory, and
+pipes where stores are not ordered.
 
 A signal must become visible after the data it announces. x86 processors keep the order of plain stores (total store
 order), so there a signal is one store to shared memory and a wait is a loop over one load. Other processors reorder
@@ -15,11 +16,14 @@ import platform
 import select
 import struct
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from multiprocessing.reduction import DupFd
 
 from torch_parallel.status import StatusReporter
-from torch_parallel.transport.base import Signals, WaitTimeout
 
+READY, READ = 0, 1
+"""The two kinds of signal: "my chunk is ready for you" and "I have read the last of yours"."""
 KINDS = 2
 LINE = 16  # int64s between two counters: two cache lines, since processors fetch lines in pairs
 
@@ -33,6 +37,44 @@ NAP_S = 0.001
 def stores_are_ordered() -> bool:
     """Whether this processor makes stores visible in program order."""
     return platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
+
+
+class WaitTimeout(Exception):
+    """Raised by `Signals.wait`; the transport adds what the wait was for and raises a `TransportError`."""
+
+
+def silence(peers: list[int], waited_s: float) -> str:
+    """What is said when none of the peers has come."""
+    whom = f"rank {peers[0]}" if len(peers) == 1 else f"any of ranks {', '.join(map(str, peers))}"
+    return f"no signal from {whom} for {waited_s:.1f} s"
+
+
+class Signals(ABC):
+    """Counts of signals between every ordered pair of ranks. They only ever grow, so no signal can be taken twice."""
+
+    waited_s: list[float]
+
+    @abstractmethod
+    def post(self, kind: int, peer: int) -> None:
+        """Signals `peer`: everything this rank wrote before is visible to it once it has seen the signal."""
+
+    @abstractmethod
+    def wait(self, kind: int, peer: int, doing: str, round_index: int) -> None:
+        """Returns once `peer` has posted one signal more than were waited for so far.
+
+        Raises `WaitTimeout` at the deadline. `doing` and `round_index` say what for, to whoever watches this rank.
+        """
+
+    @abstractmethod
+    def posted(self, kind: int, peer: int) -> bool:
+        """Whether `wait` for this signal would return at once. Takes nothing."""
+
+    @abstractmethod
+    def wait_any(self, kind: int, peers: list[int], doing: str) -> None:
+        """Returns once `posted` is true for any of the peers; whoever came is still to be waited for.
+
+        Raises `WaitTimeout` at the deadline. `waited_s` grows for the first of the peers that came.
+        """
 
 
 class SequenceNumbers(Signals):
@@ -75,17 +117,30 @@ class SequenceNumbers(Signals):
             if counters[index] >= number:
                 break
         else:
-            self._status.waiting(peer, f"{doing}, round {round_index}")
-            while counters[index] < number:
-                waited_s = time.perf_counter() - start_s
-                if waited_s < YIELDS_S:
-                    os.sched_yield()
-                elif waited_s < self._deadline_s:
-                    time.sleep(NAP_S)
-                else:
-                    raise WaitTimeout(_silence(peer, waited_s))
-            self._status.done_waiting()
+            self._nap_until(lambda: counters[index] >= number, [peer], f"{doing}, round {round_index}")
         self.waited_s[peer] += time.perf_counter() - start_s
+
+    def posted(self, kind: int, peer: int) -> bool:
+        return self._counters[self._incoming[kind][peer]] > self._awaited[kind][peer]
+
+    def wait_any(self, kind: int, peers: list[int], doing: str) -> None:
+        start_s = time.perf_counter()
+        self._nap_until(lambda: any(self.posted(kind, peer) for peer in peers), peers, doing)
+        first = next(peer for peer in peers if self.posted(kind, peer))
+        self.waited_s[first] += time.perf_counter() - start_s
+
+    def _nap_until(self, come: Callable[[], bool], peers: list[int], doing: str) -> None:
+        start_s = time.perf_counter()
+        self._status.waiting(peers[0], doing)
+        while not come():
+            waited_s = time.perf_counter() - start_s
+            if waited_s < YIELDS_S:
+                os.sched_yield()
+            elif waited_s < self._deadline_s:
+                time.sleep(NAP_S)
+            else:
+                raise WaitTimeout(silence(peers, waited_s))
+        self._status.done_waiting()
 
 
 class PipeSignals(Signals):
@@ -109,18 +164,26 @@ class PipeSignals(Signals):
     def wait(self, kind: int, peer: int, doing: str, round_index: int) -> None:
         arrived = self._arrived[kind]
         if not arrived[peer]:
-            self._wait_for(arrived, peer, doing, round_index)
+            self._wait_for(arrived, [peer], f"{doing}, round {round_index}")
         arrived[peer] -= 1
 
-    def _wait_for(self, arrived: list[int], peer: int, doing: str, round_index: int) -> None:
+    def posted(self, kind: int, peer: int) -> bool:
+        self._take(0)
+        return self._arrived[kind][peer] > 0
+
+    def wait_any(self, kind: int, peers: list[int], doing: str) -> None:
+        self._wait_for(self._arrived[kind], peers, doing)
+
+    def _wait_for(self, arrived: list[int], peers: list[int], doing: str) -> None:
         start_s = time.perf_counter()
-        self._status.waiting(peer, f"{doing}, round {round_index}")
-        while not arrived[peer]:
+        self._status.waiting(peers[0], doing)
+        while not any(arrived[peer] for peer in peers):
             left_s = start_s + self._deadline_s - time.perf_counter()
             if left_s <= 0 or not self._take(left_s):
-                raise WaitTimeout(_silence(peer, time.perf_counter() - start_s))
+                raise WaitTimeout(silence(peers, time.perf_counter() - start_s))
         self._status.done_waiting()
-        self.waited_s[peer] += time.perf_counter() - start_s
+        first = next(peer for peer in peers if arrived[peer])
+        self.waited_s[first] += time.perf_counter() - start_s
 
     def _take(self, timeout_s: float) -> bool:
         """Counts what has arrived in the inbox; False where nothing did for `timeout_s` seconds."""
@@ -155,7 +218,3 @@ class Inboxes:
 def _inboxes_arrive(read_fds: list[object], write_fds: list[object]) -> Inboxes:
     detach = [[fd.detach() for fd in fds] for fds in (read_fds, write_fds)]  # type: ignore[attr-defined]
     return Inboxes(*detach)
-
-
-def _silence(peer: int, waited_s: float) -> str:
-    return f"no signal from rank {peer} for {waited_s:.1f} s"
