@@ -116,8 +116,8 @@ class Communicator:
         buffer = self._buffer(tensor.numel(), dtype)
         with torch.no_grad():
             buffer.local.copy_(tensor.reshape(-1))
-            self.transport.perform(collective, buffer, verb)
-            tensor.copy_(buffer.local.view(tensor.shape))
+            result = self.transport.perform(collective, buffer, verb)
+            tensor.copy_(result.view(tensor.shape))
         return tensor
 
     def _buffer(self, numel: int, dtype: torch.dtype) -> SharedBuffer:

@@ -27,6 +27,9 @@ class Bucket:
     `shared` holds [numel + len(parameters)] elements in host memory: gradients, then use marks. On the CPU the `.grad`s
     are views of it. On a GPU they are views of `flat`, a buffer of the same shape on the device, and `publish` and
     `collect` copy between the two.
+
+    The exchange puts the sums into `result`: `shared` again, where it works in place, or memory of the same shape. Then
+    the `.grad`s are views of that, until the next step begins.
     """
 
     def __init__(self, index: int, parameters: NamedParameters, share: Share) -> None:
@@ -37,22 +40,20 @@ class Bucket:
         self.shared = share(self.numel + len(parameters), first.dtype)
         on_host = first.device.type == "cpu"
         self.flat = self.shared.local if on_host else torch.zeros_like(self.shared.local, device=first.device)
-        self.views = list(views_of(self.flat, parameters))
+        self.result = self.shared.local
+        self._own_views = self.views = list(views_of(self.flat, parameters))
+        self._sums, self._sums_views = self.flat, self._own_views
+        self.gradients = self.flat[: self.numel]
+        """The flat gradients, [numel], without the use marks, wherever they are now."""
         self._used: set[int] = set()
         for position, (_, parameter) in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(partial(self._accumulated, position))
-
-    @property
-    def gradients(self) -> Tensor:
-        """The flat gradients, [numel], without the use marks."""
-        return self.flat[: self.numel]
 
     def zero(self) -> None:
         """Ready for a new step. The transport must be settled: peers read this memory in the last one."""
         self.flat.zero_()
         self._used.clear()
-        for (_, parameter), view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view
+        self._hold(self.flat)
 
     def publish(self) -> None:
         """The gradients of this rank are complete: marks what it used and lets peers see it."""
@@ -61,13 +62,30 @@ class Bucket:
         if self.flat is not self.shared.local:
             self.shared.local.copy_(self.flat)
 
-    def collect(self) -> None:
-        """The sums have arrived: `.grad` is the sum over all workers, or None where no worker used the parameter."""
-        if self.flat is not self.shared.local:
-            self.flat.copy_(self.shared.local)
-        for (_, parameter), mark in zip(self.parameters, self.shared.local[self.numel :].tolist(), strict=True):
+    def collect(self, copy: bool = False) -> None:
+        """The sums have arrived: `.grad` is the sum over all workers, or None where no worker used the parameter.
+
+        With `copy` they are this rank's own, to be changed as it likes: a common result is not to be written.
+        """
+        in_place = self.flat is self.shared.local and not copy
+        if not in_place and self.flat is not self.result:
+            self.flat.copy_(self.result)
+        self._hold(self.result if in_place else self.flat)
+        for (_, parameter), mark in zip(self.parameters, self.result[self.numel :].tolist(), strict=True):
             if not mark:
                 parameter.grad = None
+
+    def _hold(self, memory: Tensor) -> None:
+        """Lets the gradients be those in `memory`."""
+        if memory is self.flat:
+            self.views = self._own_views
+        else:
+            if memory is not self._sums:  # the views are cut once, not once a step
+                self._sums, self._sums_views = memory, list(views_of(memory, self.parameters))
+            self.views = self._sums_views
+        self.gradients = memory[: self.numel]
+        for (_, parameter), view in zip(self.parameters, self.views, strict=True):
+            parameter.grad = view
 
     def _accumulated(self, position: int, parameter: Tensor) -> None:
         self._used.add(position)

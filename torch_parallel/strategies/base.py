@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 OptimizerFactory = Callable[[NamedParameters], Optimizer]
 
+ONLY_READ_GRADIENTS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+"""Optimizers that are known to leave `.grad` as it is. Some others change it, such as Rprop where it is vectorised."""
+
 
 class NotFinite(ArithmeticError):
     """A gradient is NaN or infinite."""
@@ -53,6 +56,8 @@ class Strategy(ABC):
     """
 
     server_count = 0
+    sums_are_common = False
+    """Whether all ranks read the sums in one memory, which nobody may write."""
 
     def __init__(
         self,
@@ -145,8 +150,7 @@ class Strategy(ABC):
             return 1.0
         # in float64, whose range holds the squares of any float32
         norms = [
-            torch.linalg.vector_norm(bucket.shared.local[: bucket.numel], dtype=torch.float64)
-            for bucket in self.buckets
+            torch.linalg.vector_norm(bucket.result[: bucket.numel], dtype=torch.float64) for bucket in self.buckets
         ]
         self.last_norm = norm = torch.linalg.vector_norm(torch.stack(norms)).item()
         if not math.isfinite(norm) and self.skip_not_finite:
@@ -160,12 +164,14 @@ class Strategy(ABC):
             self.transport.settle()  # from here on the gradients may be written: by the scale, and by some optimizers
         start_s = time.perf_counter()
         self.communicator.status.phase(UPDATING)
-        bucket.collect()
+        optimizer = self.optimizers[bucket.index]
+        only_reads = scale == 1.0 and type(optimizer) in ONLY_READ_GRADIENTS
+        bucket.collect(copy=self.sums_are_common and not only_reads)
         if not self.skip_not_finite and (name := _not_finite(bucket)) is not None:
             raise NotFinite(f"the sum of all workers' gradients of {name} is infinite, though each of them is not,")
         if scale != 1.0:
             bucket.gradients.mul_(scale)
-        self.optimizers[bucket.index].step()
+        optimizer.step()
         end_s = time.perf_counter()
         self.update_s += end_s - start_s
         if self.on_update is not None:

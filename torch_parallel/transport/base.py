@@ -6,8 +6,12 @@ the peer's memory. Nothing is packed, staged or sent: the receiver pulls.
 
 The contract, which `tests/transport/test_conformance.py` holds against every transport:
 - All ranks call `share`, `perform` and `agree` in the same order; `agree` and `share` compare what the ranks ask for.
-- After `perform` returns, this rank's buffer holds its result. Peers may still be reading it until `settle` returns;
-  nobody may write into a shared buffer before that.
+- `perform` returns this rank's result: its buffer where the collective works in place, else a region of its own, which
+  stays as it is until this rank performs something on the buffer again, or on what was narrowed from the same.
+- Peers may still be reading the buffer until `settle` returns; nobody may write into it before that.
+- A common result is one memory for all ranks, so nobody writes into it. A slow reader is safe all the same: by beginning
+  the next performance on the buffer a rank says that it is done with the last result, and whoever writes a common chunk
+  has waited for all ranks to say so. That every schedule does wait is proved, not hoped for.
 - Every wait ends at the deadline with an error that names rank, peer, purpose and round.
 - `waited_s[peer]` adds up the seconds that this rank waited for that peer.
 - An `observer`, if there is one, is called with a `Transfer` for each message received. Without one, nothing is paid.
@@ -19,15 +23,15 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_parallel.collectives.proof import examine
-from torch_parallel.collectives.schedule import Collective, Receive, Send, chunk_bounds
+from torch_parallel.collectives.schedule import Collective, Send
+from torch_parallel.transport.buffer import Memory, Plan, Pull, SharedBuffer
 
 TEXT_LIMIT = 200
 """Bytes (UTF-8) of a text that ranks agree on; what is longer is cut."""
@@ -76,37 +80,6 @@ class Signals(ABC):
         """
 
 
-# One receive, ready to perform: the source, the bound `add_` or `copy_` of my chunk, the peer's chunk, and which it is.
-Pull = tuple[int, Callable[[Tensor], Any], Tensor, bool]
-
-
-@dataclass
-class Plan:
-    """A schedule bound to the memory of one buffer: the views of all chunks are cut once, here."""
-
-    rounds: list[tuple[list[int], list[Pull]]]
-    acknowledge: list[int]  # whom to tell that I have read the last of theirs
-    readers: list[int]  # who will tell me so
-    received: list[tuple[int, int]]  # bytes read from each peer, once per performance
-
-
-@dataclass
-class SharedBuffer:
-    """One buffer of every rank: `parts[r]` is rank r's, [numel], readable by all; `local` is this rank's own."""
-
-    parts: list[Tensor]
-    rank: int
-    plans: dict[Collective, Plan] = field(default_factory=dict)
-
-    @property
-    def local(self) -> Tensor:
-        return self.parts[self.rank]
-
-    def narrow(self, numel: int) -> SharedBuffer:
-        """The first `numel` elements of every rank's buffer."""
-        return SharedBuffer([part[:numel] for part in self.parts], self.rank)
-
-
 class Transport(ABC):
     """Performs schedules for one rank. See the module's docstring for the contract."""
 
@@ -125,8 +98,8 @@ class Transport(ABC):
         return self._signals.waited_s
 
     @abstractmethod
-    def _allocate(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """This rank's view of the next buffer of every rank, zero-filled."""
+    def _allocate(self, numel: int, dtype: torch.dtype, count: int) -> list[Tensor]:
+        """This rank's view of the next `count` pieces of memory that all ranks reach, each [numel] and zero-filled."""
 
     @abstractmethod
     def _describe(self, text: str) -> None:
@@ -141,7 +114,7 @@ class Transport(ABC):
 
         Raises TransportError where they differ. The memory is freed when the last process of the run has ended.
         """
-        buffer = SharedBuffer(self._allocate(numel, dtype), self.rank)
+        buffer = SharedBuffer(self._allocate(numel, dtype, self.world_size), self.rank)
         self.agree(f"share {numel} elements of {dtype}")
         return buffer
 
@@ -164,8 +137,12 @@ class Transport(ABC):
                     "all ranks must call the same operations in the same order"
                 )
 
-    def perform(self, collective: Collective, buffer: SharedBuffer, purpose: str = "") -> None:
-        """Performs this rank's part of the schedule on the buffer, in place."""
+    def perform(self, collective: Collective, buffer: SharedBuffer, purpose: str = "") -> Tensor:
+        """Performs this rank's part of the schedule on the buffer and returns its result, [numel].
+
+        The first time, the memory that the collective needs besides the buffer is allocated; for a common result all
+        ranks meet then. Raises TransportError, and ValueError for a size that cannot be cut as the collective needs it.
+        """
         plan = buffer.plans.get(collective)
         if plan is None:
             plan = buffer.plans[collective] = self._bind(collective, buffer)
@@ -195,6 +172,7 @@ class Transport(ABC):
         for source in plan.acknowledge:
             post(READ, source)
         self._unsettled += [(reader, doing) for reader in plan.readers]
+        return plan.result
 
     def settle(self) -> None:
         """Returns when no peer reads this rank's memory any more, so that it may be written."""
@@ -209,34 +187,32 @@ class Transport(ABC):
             raise TransportError(f"rank {self.rank}, {doing}: {timeout}") from None
 
     def _bind(self, collective: Collective, buffer: SharedBuffer) -> Plan:
-        bounds = chunk_bounds(buffer.local.numel(), collective.chunk_count(self.world_size))
+        memory = Memory(collective, buffer, self.world_size, self._common_region)
         rounds: list[tuple[list[int], list[Pull]]] = []
+        received: Counter[int] = Counter()
         for actions in collective.rounds(self.rank, self.world_size):
             targets = [action.to for action in actions if isinstance(action, Send)]
-            pulls = [_pull(action, buffer, bounds) for action in actions if isinstance(action, Receive)]
+            pulls = memory.pulls(actions)
             rounds.append((targets, pulls))
-        # Only reads that the schedule's own messages do not prove finished need a signal of their own.
-        unfinished = _unfinished_reads(collective, self.world_size)
-        received: Counter[int] = Counter()
-        for _, pulls in rounds:
             for source, _, theirs, _ in pulls:
                 received[source] += theirs.nbytes
+        # Only reads that the schedule's own messages do not prove finished need a signal of their own.
+        unfinished = _unfinished_reads(collective, self.world_size)
         return Plan(
             rounds,
             acknowledge=[source for reader, source in unfinished if reader == self.rank],
             readers=[reader for reader, source in unfinished if source == self.rank],
             received=list(received.items()),
+            result=memory.result,
         )
+
+    def _common_region(self, numel: int, dtype: torch.dtype) -> Tensor:
+        (region,) = self._allocate(numel, dtype, 1)
+        self.agree(f"share one result of {numel} elements of {dtype}")
+        return region
 
 
 @cache
 def _unfinished_reads(collective: Collective, world_size: int) -> list[tuple[int, int]]:
     """(reader, source) pairs; worked out once a schedule, however many buffers it is performed on."""
     return sorted(examine(collective, world_size).unfinished_reads)
-
-
-def _pull(receive: Receive, buffer: SharedBuffer, bounds: list[int]) -> Pull:
-    start, stop = bounds[receive.chunks.start], bounds[receive.chunks.stop]
-    mine, theirs = buffer.local[start:stop], buffer.parts[receive.source][start:stop]
-    operation = mine.add_ if receive.reduce else mine.copy_
-    return receive.source, operation, theirs, receive.reduce

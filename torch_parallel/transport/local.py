@@ -56,10 +56,10 @@ class LocalTransport(Transport):
         self._shares = 0
         self._agreements = 0
 
-    def _allocate(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
+    def _allocate(self, numel: int, dtype: torch.dtype, count: int) -> list[Tensor]:
         with self._group.changed:
             if len(self._group.buffers) == self._shares:  # the first rank to get here makes it for all
-                self._group.buffers.append([torch.zeros(numel, dtype=dtype) for _ in range(self.world_size)])
+                self._group.buffers.append([torch.zeros(numel, dtype=dtype) for _ in range(count)])
         self._shares += 1
         return self._group.buffers[self._shares - 1]
 

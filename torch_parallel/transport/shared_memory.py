@@ -73,14 +73,14 @@ class SharedMemoryTransport(Transport):
         self._texts = wiring.table(2)
         self._agreements = 0
 
-    def _allocate(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """Each rank's part begins on a page of its own; the parts of all ranks are one mapping."""
+    def _allocate(self, numel: int, dtype: torch.dtype, count: int) -> list[Tensor]:
+        """Each piece begins on a page of its own; all are one mapping."""
         stride = page_aligned(numel * dtype.itemsize)
-        offset = self._arena.allocate(stride * self.world_size)
+        offset = self._arena.allocate(stride * count)
         if self.rank == 0:
-            self._arena.take(offset, stride * self.world_size)
-        all_parts = self._arena.tensor(offset, (self.world_size, stride // dtype.itemsize), dtype)
-        return [all_parts[rank, :numel] for rank in range(self.world_size)]
+            self._arena.take(offset, stride * count)
+        all_pieces = self._arena.tensor(offset, (count, stride // dtype.itemsize), dtype)
+        return [all_pieces[index, :numel] for index in range(count)]
 
     def _describe(self, text: str) -> None:
         # Two slots in turn: a peer that is still comparing the last texts cannot be more than one agreement behind.
