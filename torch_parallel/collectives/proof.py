@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count, islice
 
-from torch_parallel.collectives.shapes import Shapes
 from torch_parallel.collectives.schedule import Collective, Local, Operation, Receive, Round, Send
+from torch_parallel.collectives.shapes import Shapes
 
 MAX_ROUNDS = 100_000  # of one rank; a schedule with more is taken to go on for ever
 SHOWN_FAULTS = 20  # one wrong index makes thousands at P = 64

@@ -9,7 +9,7 @@ The contract, which `tests/transport/test_conformance.py` holds against every tr
 - `perform` returns this rank's result: its buffer where the collective works in place, else a region of its own, which
   stays as it is until this rank performs something on the buffer again, or on what was narrowed from the same.
 - Peers may still be reading the buffer until `settle` returns; nobody may write into it before that.
-- A common result is one memory for all ranks, so nobody writes into it. A slow reader is safe all the same: by beginning
+- A common result is one memory for all ranks, so nobody writes into it. A slow reader is safe: by beginning
   the next performance on the buffer a rank says that it is done with the last result, and whoever writes a common chunk
   has waited for all ranks to say so. That every schedule does wait is proved, not hoped for.
 - Every wait ends at the deadline with an error that names rank, peer, purpose and round.

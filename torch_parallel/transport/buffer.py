@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,8 +35,8 @@ class Plan:
 class SharedBuffer:
     """One buffer of every rank: `parts[r]` is rank r's, [numel], readable by all; `local` is this rank's own.
 
-    Besides, there are the further regions of the collectives that were performed on it, once they were: `scratch`, which
-    nobody else reaches, and `common`, which is one memory for all ranks. A narrowed buffer uses those of the `whole`.
+    Further regions come when a collective that needs them is first performed on it: `scratch`, which nobody else
+    reaches, and `common`, which is one memory for all ranks. A narrowed buffer uses those of the `whole`.
     """
 
     parts: list[Tensor]
@@ -96,7 +96,7 @@ class Memory:
         return self._cut(self.regions[chunks.start // self.chunk_count], chunks)
 
     def pulls(self, actions: Round) -> list[Pull]:
-        """The receives of a round, each with the moves that follow it. A copy to which the next one adds is one pass."""
+        """The receives of a round, each with the moves that follow it. To copy and then add takes one pass."""
         pulls: list[Pull] = []
         copied: range | None = None  # where the receive before put its chunks, if it did nothing else
         for receive, moves in _receives_of(actions):
@@ -132,13 +132,15 @@ class Memory:
         return region[self.bounds[chunks.start - first] : self.bounds[chunks.stop - first]]
 
 
-def _receives_of(actions: Round) -> Iterator[tuple[Receive, list[Local]]]:
+def _receives_of(actions: Round) -> list[tuple[Receive, list[Local]]]:
     """Each receive of a round, with the moves that follow it before the next one."""
-    receives = [index for index, action in enumerate(actions) if isinstance(action, Receive)]
-    for index, following in zip(receives, [*receives[1:], len(actions)], strict=True):
-        receive = actions[index]
-        assert isinstance(receive, Receive)
-        yield receive, [action for action in actions[index:following] if isinstance(action, Local)]
+    receives: list[tuple[Receive, list[Local]]] = []
+    for action in actions:
+        if isinstance(action, Receive):
+            receives.append((action, []))
+        elif isinstance(action, Local):
+            receives[-1][1].append(action)
+    return receives
 
 
 def _nothing(theirs: Tensor) -> None:
