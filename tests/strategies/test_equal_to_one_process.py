@@ -72,6 +72,7 @@ SETTINGS = [
     *((model, "sgd", torch.float32, 1e-6) for model in MODELS),
 ]
 PROCESS_COUNTS = {"ring_all_reduce": (1, 2, 3, 4), "param_server": (2, 3, 5)}
+OTHERS = [name for name in STRATEGIES if name not in PROCESS_COUNTS]
 
 
 def samples(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
@@ -101,6 +102,11 @@ def one_process(make_model: Callable[[], nn.Module], make_optimizer: Callable, d
         optimizer.step()
         history.append(snapshot(model))
     return history
+
+
+def all_strategies(communicator: Communicator, names: list[str], settings: list) -> list[list[list]]:
+    """`many_processes` for several strategies in one run."""
+    return [many_processes(communicator, STRATEGIES[name], settings) for name in names]
 
 
 def many_processes(communicator: Communicator, strategy_class: type[Strategy], settings: list) -> list[list]:
@@ -166,7 +172,7 @@ def references() -> list[list[dict]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "n"), [(name, n) for name in STRATEGIES for n in PROCESS_COUNTS[name]], ids=lambda value: str(value)
+    ("name", "n"), [(name, n) for name, counts in PROCESS_COUNTS.items() for n in counts], ids=lambda value: str(value)
 )
 def test_every_step_is_that_of_one_process(name: str, n: int, references: list[list[dict]]) -> None:
     settings = [(MODELS[model], OPTIMIZERS[optimizer], dtype) for model, optimizer, dtype, _ in SETTINGS]
@@ -175,6 +181,22 @@ def test_every_step_is_that_of_one_process(name: str, n: int, references: list[l
         assert largest_deviation(first[index], references[index]) <= tolerance, (model, optimizer, dtype)
         for other in others:
             assert other[index] == [digest(parameters) for parameters in first[index]], (model, optimizer, dtype)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_so_it_is_with_every_other_algorithm(n: int, references: list[list[dict]]) -> None:
+    """In two of the settings, the awkward model among them; all algorithms in one run."""
+    chosen = [
+        SETTINGS.index(("awkward", "adam", torch.float64, 1e-12)),
+        SETTINGS.index(("cnn", "sgd", torch.float32, 1e-6)),
+    ]
+    settings = [(MODELS[SETTINGS[k][0]], OPTIMIZERS[SETTINGS[k][1]], SETTINGS[k][2]) for k in chosen]
+    first, *others = launch(all_strategies, n, OTHERS, settings, deadline_s=60)
+    for position, name in enumerate(OTHERS):
+        for index, k in enumerate(chosen):
+            assert largest_deviation(first[position][index], references[k]) <= SETTINGS[k][3], (name, SETTINGS[k])
+            for other in others:
+                assert other[position][index] == [digest(each) for each in first[position][index]], (name, SETTINGS[k])
 
 
 def test_the_awkward_model_is_awkward() -> None:

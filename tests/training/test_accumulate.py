@@ -23,7 +23,7 @@ def count_messages(communicator: Any, job: Any) -> dict[str, Any]:
     return {**result, "history": result.get("history", []), "weights": result.get("weights", {}), "messages": gradients}
 
 
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize("strategy", ("ring_all_reduce", "two_shot_in_place", "param_server"))
 def test_micro_batches_give_the_same_weights_and_no_more_messages(
     tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,9 +55,8 @@ def test_micro_batches_give_the_same_weights_and_no_more_messages(
         train(configuration, verbose=False, worker_function=count_messages)
     first_worker = STRATEGIES[strategy].server_count
     whole = results[1]
-    assert (
-        sum(each["messages"] for each in whole) == {"ring_all_reduce": 2 * 2, "param_server": 2}[strategy] * 8
-    )  # steps
+    messages = {"ring_all_reduce": 2 * 2, "two_shot_in_place": 2 * 2, "param_server": 2}[strategy]
+    assert sum(each["messages"] for each in whole) == messages * 8  # steps
     for accumulate in (2, 3, 7):
         assert [each["messages"] for each in results[accumulate]] == [each["messages"] for each in whole]
         for name, value in whole[first_worker]["weights"].items():

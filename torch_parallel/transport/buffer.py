@@ -81,7 +81,9 @@ class Memory:
     ) -> None:
         numel, self.chunk_count = buffer.local.numel(), collective.chunk_count(world_size)
         if collective.equal_chunks and numel % self.chunk_count:
-            raise ValueError(f"{collective.name} of {numel} elements: {self.chunk_count} ranks need a multiple of that")
+            raise ValueError(
+                f"{collective.name} of {numel} elements: {world_size} ranks need a multiple of {self.chunk_count}"
+            )
         self.parts = buffer.parts
         self.bounds = chunk_bounds(numel, self.chunk_count)
         self.common = collective.common_chunks(world_size)
