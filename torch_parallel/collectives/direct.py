@@ -131,7 +131,7 @@ def all_gather_average(rank: int, world_size: int) -> Rounds:
     to_add = [places[source] for source in range(world_size) if source != peers[0]]
     yield [
         *(Send(peer, WHOLE) for peer in peers),
-        *(Receive(peer, WHOLE, reduce=False, into=places[peer]) for peer in peers),
+        *(Receive(peer, WHOLE, reduce=False, into=places[peer]) for peer in others(rank, world_size)),
         *(Local(place, SECOND, reduce=True) for place in to_add),
     ]
 
