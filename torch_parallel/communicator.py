@@ -20,7 +20,8 @@ from torch_parallel.collectives import (
 )
 from torch_parallel.mailbox import Outbox
 from torch_parallel.status import StatusReporter
-from torch_parallel.transport.base import SharedBuffer, Transport
+from torch_parallel.transport.base import Transport
+from torch_parallel.transport.buffer import SharedBuffer
 
 _REMEMBERED_SIZES = 64
 

@@ -25,8 +25,9 @@ from torch_parallel.collectives import (
     reduce_to,
 )
 from torch_parallel.collectives.direct import TWO_SHOT_IN_PLACE
-from torch_parallel.collectives.proof import MAX_ROUNDS, ProofError, examine, prove
+from torch_parallel.collectives.proof import ProofError, examine, prove
 from torch_parallel.collectives.rooted import gather_to, scatter_from
+from torch_parallel.collectives.shapes import MAX_ROUNDS
 from torch_parallel.collectives.tree import tree_broadcast_from, tree_reduce_to
 
 RING, BROADCAST = COLLECTIVES["ring"], COLLECTIVES["broadcast"]

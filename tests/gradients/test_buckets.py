@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from torch_parallel.gradients.buckets import Bucket, cut_into_buckets, views_of
-from torch_parallel.transport.base import SharedBuffer
+from torch_parallel.transport.buffer import SharedBuffer
 
 
 def share(numel: int, dtype: torch.dtype) -> SharedBuffer:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from torch_parallel.collectives import ALL_REDUCE, COLLECTIVES, RING_ALL_REDUCE, broadcast_from, reduce_to
 from torch_parallel.launcher import launch
-from torch_parallel.transport.base import SharedBuffer, Transport, TransportError
+from torch_parallel.transport.base import Transport, TransportError
+from torch_parallel.transport.buffer import SharedBuffer
 from torch_parallel.transport.local import LocalGroup
 
 TRANSPORTS = ("threads", "sequence numbers", "pipes")

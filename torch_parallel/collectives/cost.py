@@ -1,9 +1,9 @@
 """How long a collective takes, worked out from its schedule: no formula of its own, so none that can be wrong about it.
 
-A message costs alpha seconds and beta seconds a byte, and adding a byte costs gamma (Hockney, "The communication challenge for
-MPP", 1994; with gamma as in Thakur, Rabenseifner and Gropp, 2005). Links are full duplex: a rank receives one message
-at a time and in the order listed, as the transport performs them, and can be read by one rank at a time. All clocks
-start together. A round begins when the last one has ended, and its sends are signalled then.
+A message costs alpha seconds and beta seconds a byte, and adding a byte costs gamma (Hockney, "The communication
+challenge for MPP", 1994; with gamma as in Thakur, Rabenseifner and Gropp, 2005). Links are full duplex: a rank receives
+one message at a time and in the order listed, as the transport performs them, and can be read by one rank at a time.
+All clocks start together. A round begins when the last one has ended, and its sends are signalled then.
 
 What follows from the schedules, for P ranks and S bytes, as the tests compare:
 

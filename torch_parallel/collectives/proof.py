@@ -21,19 +21,17 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import count
 
 from torch_parallel.collectives.schedule import Collective, Local, Operation, Receive, Round, Send
-from torch_parallel.collectives.shapes import Shapes
+from torch_parallel.collectives.shapes import write_down
 
-MAX_ROUNDS = 100_000  # of one rank; a schedule with more is taken to go on for ever
 SHOWN_FAULTS = 20  # one wrong index makes thousands at P = 64
 NEVER = sys.maxsize  # the round of what does not happen
 NOBODY = -1  # whose contribution scratch holds at first: what was left there by something else
 
 
-_Contents = Counter[tuple[int, int]]
-"""How often a chunk holds each contribution: (whose, which of that rank's chunks)."""
+_Contents = Counter[tuple[int, int]]  # how often a chunk holds each contribution: (whose, which of its chunks)
 
 
 class ProofError(Exception):
@@ -72,7 +70,7 @@ def examine(collective: Collective, world_size: int) -> Report:
     """
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}: a collective needs at least one rank")
-    rounds, faults = _write_down(collective, world_size)
+    rounds, faults = write_down(collective, world_size)
     if faults:  # what follows relies on indices in range
         return Report(tuple(faults), frozenset())
     programs, messages = _pair_up(rounds)
@@ -84,23 +82,6 @@ def examine(collective: Collective, world_size: int) -> Report:
     if not deadlock:  # what a stuck rank holds says nothing
         faults += _wrong_contents(collective, pull.contents)
     return Report(tuple(faults), pull.unfinished_reads(messages))
-
-
-def _write_down(collective: Collective, world_size: int) -> tuple[list[list[Round]], list[str]]:
-    """Return the rounds of each rank, and what in them is impossible by itself."""
-    programs: list[list[Round]] = [[] for _ in range(world_size)]
-    faults: list[str] = []
-    for rank, program in enumerate(programs):
-        try:
-            program.extend(list(this) for this in islice(collective.rounds(rank, world_size), MAX_ROUNDS + 1))
-        except Exception as error:
-            faults.append(f"rank {rank} fails in round {len(program)}: {error!r}")
-        if len(program) > MAX_ROUNDS:
-            return programs, [*faults, f"rank {rank} does not end: it has more than {MAX_ROUNDS} rounds"]
-        shapes = Shapes(collective, rank, world_size)
-        for number, this in enumerate(program):
-            faults += [f"in round {number} rank {rank} {flaw}" for flaw in shapes.flaws(this)]
-    return programs, faults
 
 
 @dataclass(slots=True, eq=False)
@@ -208,8 +189,7 @@ class _Pull:
         ranks = range(len(programs))
         self.programs = programs
         self.known = [[0 for _ in ranks] for _ in ranks]
-        # contents[rank][chunk] counts contributions (whose, to which chunk). Of a common chunk each rank has an entry
-        # of its own: what it knows to lie there.
+        # contents[rank][chunk]; of a common chunk each rank has an entry of its own: what it knows to lie there
         self.contents = [_at_first(collective, rank, len(programs)) for rank in ranks]
         self.sent_since_written: defaultdict[tuple[int, int], list[_Message]] = defaultdict(list)
         self.common = collective.common_chunks(len(programs))
@@ -266,8 +246,8 @@ class _Pull:
             mine[chunk] = mine[addend] + value if step.reduce else value
 
     def _check_write(self, rank: int, chunk: int, number: int) -> None:
-        # Clocks only grow: a send that this write cannot hurt, no later write can. Each is judged once.
         changes = f"rank {rank} changes chunk {chunk} in round {number}"
+        # Clocks only grow: a send that this write cannot hurt, no later write can. Each is judged once.
         sent = self.sent_since_written.pop((rank, chunk), [])
         for m in sent:
             if m.sent_in == number:
@@ -295,16 +275,14 @@ class _Pull:
 
 def _at_first(collective: Collective, rank: int, world_size: int) -> list[_Contents]:
     """In region 0 the rank's own values, in the others what nobody promises."""
-    chunk_count = collective.chunk_count(world_size)
-    total = collective.total_chunks(rank, world_size)
+    chunk_count, total = collective.chunk_count(world_size), collective.total_chunks(rank, world_size)
     return [Counter({(rank if chunk < chunk_count else NOBODY, chunk): 1}) for chunk in range(total)]
 
 
 def _wrong_contents(collective: Collective, contents: list[list[_Contents]]) -> Iterator[str]:
     for rank, chunks in enumerate(contents):
         for chunk, holds in enumerate(chunks):
-            promised = collective.promised(rank, len(contents), chunk)
-            if promised is not None:
+            if (promised := collective.promised(rank, len(contents), chunk)) is not None:
                 for complaint in _complaints(holds, promised):
                     yield f"rank {rank} ends with chunk {chunk} {complaint}"
 

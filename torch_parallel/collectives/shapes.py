@@ -4,8 +4,28 @@ fit. The first part of the proof; what an operation means beside others is in `p
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from torch_parallel.collectives.schedule import Collective, Local, Receive, Round, Send
+
+MAX_ROUNDS = 100_000  # of one rank; a schedule with more is taken to go on for ever
+
+
+def write_down(collective: Collective, world_size: int) -> tuple[list[list[Round]], list[str]]:
+    """Return the rounds of each rank, and what in them is impossible by itself."""
+    programs: list[list[Round]] = [[] for _ in range(world_size)]
+    faults: list[str] = []
+    for rank, program in enumerate(programs):
+        try:
+            program.extend(list(this) for this in islice(collective.rounds(rank, world_size), MAX_ROUNDS + 1))
+        except Exception as error:
+            faults.append(f"rank {rank} fails in round {len(program)}: {error!r}")
+        if len(program) > MAX_ROUNDS:
+            return programs, [*faults, f"rank {rank} does not end: it has more than {MAX_ROUNDS} rounds"]
+        shapes = Shapes(collective, rank, world_size)
+        for number, this in enumerate(program):
+            faults += [f"in round {number} rank {rank} {flaw}" for flaw in shapes.flaws(this)]
+    return programs, faults
 
 
 class Shapes:

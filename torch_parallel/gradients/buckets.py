@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from torch_parallel.transport.base import SharedBuffer
+from torch_parallel.transport.buffer import SharedBuffer
 
 NamedParameters = list[tuple[str, Parameter]]
 Share = Callable[[int, torch.dtype], SharedBuffer]
