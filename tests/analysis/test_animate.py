@@ -143,11 +143,24 @@ def test_sentences_of_regions() -> None:
         "rank 2 sends chunk 0 to rank 0, which puts it into its chunk 1"
     )
     assert sentence(Message(2, 0, one, reduce=True, into=second, plus=one)) == (
-        "rank 2 sends chunk 0 to rank 0, which adds it to its chunk 0 and puts the sum into chunk 1"
+        "rank 2 sends chunk 0 to rank 0, which adds its chunk 0, into chunk 1"
     )
     assert sentence(Message(2, 0, one, reduce=True, into=second)) == (
         "rank 2 sends chunk 0 to rank 0, which adds it to its chunk 1"
     )
+
+
+def test_nothing_is_sent_of_a_common_chunk() -> None:
+    told = sentence(Message(2, 0, range(6, 7), reduce=False), common=range(4, 8))
+    assert told == "rank 2 tells rank 0 that chunk 6 is complete"
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_sentences_fit_into_the_picture(name: str) -> None:
+    picture = Picture(COLLECTIVES[name], 8)
+    for number in range(len(picture.rounds) + 2):
+        picture.draw(Frame(number, 1.0))
+        assert all(text.get_window_extent().x1 < WIDTH for text in picture._texts)
 
 
 def test_regions_are_named() -> None:

@@ -32,6 +32,7 @@ from PIL import Image
 from torch_parallel.analysis.circle import HEIGHT, WIDTH, Circle, Point, middle, on_curve
 from torch_parallel.collectives import Collective
 from torch_parallel.collectives.moves import Message, Table, is_complete, moves, region_name, states
+from torch_parallel.collectives.schedule import NOTHING
 
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
 """One a rank: those of Okabe and Ito, which the colour-blind can tell apart, with grey in place of black."""
@@ -182,19 +183,21 @@ class Picture:
             return heading, "nothing arrives", ""
         first, *others = sorted(messages, key=lambda message: (message.source, message.to))
         besides = f"and {len(others)} more message{'s' if len(others) > 1 else ''} at the same time" if others else ""
-        return heading, sentence(first), besides
+        return heading, sentence(first, self.collective.common_chunks(len(self.tables[0]))), besides
 
 
-def sentence(message: Message) -> str:
-    """What a message does, in words."""
+def sentence(message: Message, common: range = NOTHING) -> str:
+    """What a message does, in words; `common` are the chunks that are one memory for all ranks."""
     if not message.chunks:
         return f"rank {message.source} signals rank {message.to}, without a chunk"
+    if message.chunks[0] in common:
+        return f"rank {message.source} tells rank {message.to} that {_numbered(message.chunks)} is complete"
     what, it = _numbered(message.chunks), "it" if len(message.chunks) == 1 else "them"
     deed = f"adds {it} to its own" if message.reduce else f"puts {it} in place of its own"
     if message.target != message.chunks:
         place, addend = _numbered(message.target), _numbered(message.addend)
-        summed = "" if addend == place else f" and puts the sum into {place}"
-        deed = f"adds {it} to its {addend}{summed}" if message.reduce else f"puts {it} into its {place}"
+        summed = f"adds {it} to its {place}" if addend == place else f"adds its {addend}, into {place}"
+        deed = summed if message.reduce else f"puts {it} into its {place}"
     return f"rank {message.source} sends {what} to rank {message.to}, which {deed}"
 
 
