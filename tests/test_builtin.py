@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_parallel import RunConfig, train
-from torch_parallel.strategies import STRATEGIES, SYNCHRONOUS
+from torch_parallel.strategies import BUILTIN, STRATEGIES
 
 ROOT = Path(__file__).parent.parent
 FLAGS = ("--dataset", "digits", "--train_size", "203", "--batch_size", "20", "--epochs", "2", "--dtype", "float64")
@@ -60,7 +60,7 @@ def test_a_control_ends_with_the_weights_of_one_process(
     assert deviation(trained(script, tmp_path), one_process) <= 1e-12
 
 
-@pytest.mark.parametrize("strategy", list(SYNCHRONOUS))
+@pytest.mark.parametrize("strategy", ["two_shot_in_place", "param_server", "sharded_param_server", *BUILTIN])
 def test_and_so_does_every_strategy(strategy: str, tmp_path: Path, one_process: dict[str, Tensor]) -> None:
     assert deviation(ours(strategy, 2 + STRATEGIES[strategy].server_count, tmp_path), one_process) <= 1e-12
 

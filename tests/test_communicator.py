@@ -132,6 +132,50 @@ def test_broadcast_from_every_root(world_size: int) -> None:
     assert on_threads(world_size, broadcast_from_all) == [[[float(r)] * 4 for r in range(world_size)]] * world_size
 
 
+def plain_collectives(communicator: Communicator) -> dict[str, Any]:
+    """Each on small tables: rank r's row k holds 10 r + k, twice."""
+    c, n = communicator, communicator.world_size
+    table = torch.tensor([[10.0 * c.rank + k] * 2 for k in range(n)])
+    given, row = table.clone(), torch.tensor([[c.rank]], dtype=torch.int64)
+    held = {
+        "reduce": c.reduce(torch.full((3,), 10.0**c.rank), root=n - 1).tolist(),
+        "gather": c.gather_tensor(row, root=n - 1),
+        "scatter": c.scatter(table, root=n - 1).tolist(),
+        "all_gather": c.all_gather(row).tolist(),
+        "scalars": c.all_gather(torch.tensor(float(c.rank))).tolist(),
+        "reduce_scatter": c.reduce_scatter(table).tolist(),
+        "all_to_all": c.all_to_all(table).tolist(),
+        "empty": tuple(c.all_to_all(torch.ones(n, 0, 2)).shape),
+    }
+    assert torch.equal(table, given)  # what is passed in stays, but for all_reduce, reduce and broadcast
+    return held
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+def test_plain_collectives_by_hand(n: int) -> None:
+    for rank, held in enumerate(on_threads(n, plain_collectives)):
+        is_root = rank == n - 1
+        assert held["reduce"] == [(10.0**n - 1) / 9 if is_root else 10.0**rank] * 3  # 1, 11, 111, ...
+        assert (held["gather"] is None) != is_root
+        if is_root:
+            assert held["gather"].tolist() == [[[k]] for k in range(n)]
+        assert held["scatter"] == [10.0 * (n - 1) + rank] * 2
+        assert held["all_gather"] == [[[k]] for k in range(n)]
+        assert held["scalars"] == [float(k) for k in range(n)]
+        assert held["reduce_scatter"] == [10.0 * n * (n - 1) / 2 + n * rank] * 2
+        assert held["all_to_all"] == [[10.0 * k + rank] * 2 for k in range(n)]
+        assert held["empty"] == (n, 0, 2)
+
+
+TABLE_OF_2 = "a table of shape [2, 4] has not one row for each of 3 ranks"
+
+
+@pytest.mark.parametrize("name", ["scatter", "reduce_scatter", "all_to_all"])
+def test_a_table_without_a_row_for_each_rank(name: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(TABLE_OF_2)):
+        on_threads(3, lambda communicator: getattr(communicator, name)(torch.ones(2, 4)))
+
+
 def test_alone_nothing_changes_and_nothing_is_sent() -> None:
     def alone(communicator: Communicator) -> tuple[list[float], list[float], list[int]]:
         tensor = torch.tensor([1.5, float("inf")])
@@ -146,9 +190,10 @@ def test_alone_nothing_changes_and_nothing_is_sent() -> None:
 
 
 @pytest.mark.parametrize("root", [-1, 3])
-def test_a_root_that_is_no_rank(root: int) -> None:
+@pytest.mark.parametrize("name", ["broadcast", "reduce", "gather_tensor", "scatter"])
+def test_a_root_that_is_no_rank(name: str, root: int) -> None:
     with pytest.raises(ValueError, match=re.escape(f"root {root} is not a rank: ranks are 0..2")):
-        on_threads(3, lambda communicator: communicator.broadcast(torch.ones(1), root))
+        on_threads(3, lambda communicator: getattr(communicator, name)(torch.ones(3), root))
 
 
 def test_an_unknown_algorithm_is_named_with_the_known_ones() -> None:

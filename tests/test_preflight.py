@@ -38,6 +38,9 @@ def test_a_worker_shares_gradients_and_marks_and_with_a_server_parameters_too() 
     sharded = needs(two_layers, 4, n=3, has_server=False, bucket_bytes=10**6, data_bytes=7, common_parameters=True)
     assert sharded is not None
     assert sharded.shared_bytes == 3 * (32 + 4) * 4 + 32 * 4 + 7
+    in_place = needs(two_layers, 4, n=3, has_server=False, bucket_bytes=10**6, data_bytes=7, common_sums=True)
+    assert in_place is not None
+    assert in_place.shared_bytes == (3 + 1) * (32 + 4) * 4 + 7
     stale = needs(two_layers, itemsize=8, n=5, has_server=True, bucket_bytes=10**6, data_bytes=0, staleness=2)
     assert stale is not None
     assert stale.shared_bytes == 5 * (3 * (32 + 4) + 32) * 8 + 3 * 32 * 8

@@ -9,10 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_parallel.collectives import ALL_REDUCE, Collective, broadcast_from
+from torch_parallel.collectives import (
+    ALL_REDUCE,
+    COLLECTIVES,
+    Collective,
+    broadcast_from,
+    gather_to,
+    reduce_to,
+    scatter_from,
+)
 from torch_parallel.mailbox import Outbox
 from torch_parallel.status import StatusReporter
-from torch_parallel.transport.base import SharedBuffer, Transport
+from torch_parallel.transport.base import Transport
+from torch_parallel.transport.buffer import SharedBuffer
 
 _REMEMBERED_SIZES = 64
 
@@ -60,9 +69,9 @@ class Communicator:
     def all_reduce(self, tensor: Tensor, algorithm: str = "ring") -> Tensor:
         """Replaces `tensor`, of any shape and device, by its sum over all ranks, the same bits on each; returns it.
 
-        All ranks call it with tensors of one size and dtype. Raises ValueError for an unknown algorithm, TransportError
-        where the ranks' tensors differ or a peer does not come. Where the same tensor is reduced again and again, a
-        buffer from `share` saves the two copies.
+        `algorithm` is one of `collectives.ALL_REDUCE`. All ranks call it with tensors of one size and dtype. Raises
+        ValueError for an unknown algorithm, TransportError where the ranks' tensors differ or a peer does not come.
+        Where the same tensor is reduced again and again, a buffer from `share` saves the two copies.
         """
         if algorithm not in ALL_REDUCE:
             raise ValueError(f"unknown algorithm {algorithm!r}: choose from {', '.join(ALL_REDUCE)}")
@@ -70,9 +79,49 @@ class Communicator:
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Replaces `tensor` by that of rank `root`; returns it. Raises as `all_reduce` does."""
-        if not 0 <= root < self.world_size:
-            raise ValueError(f"root {root} is not a rank: ranks are 0..{self.world_size - 1}")
+        self._check_root(root)
         return self._perform(broadcast_from(root), tensor, f"broadcast from rank {root}")
+
+    def reduce(self, tensor: Tensor, root: int = 0) -> Tensor:
+        """Replaces `tensor` on rank `root` by its sum over all ranks, added in rank order; returns it.
+
+        Elsewhere it stays as it is. Raises as `all_reduce` does, and ValueError for a root that is no rank.
+        """
+        self._check_root(root)
+        return self._perform(reduce_to(root), tensor, f"reduce to rank {root}")
+
+    def gather_tensor(self, tensor: Tensor, root: int = 0) -> Tensor | None:
+        """Everybody's tensor, [world_size, *tensor.shape], by rank, on `root`; None elsewhere. Raises as `reduce`."""
+        self._check_root(root)
+        table = self._perform(gather_to(root), self._own_row(tensor), f"gather to rank {root}")
+        return table if self.rank == root else None
+
+    def scatter(self, table: Tensor, root: int = 0) -> Tensor:
+        """This rank's row, [*shape], of rank `root`'s table [world_size, *shape].
+
+        All ranks pass a table of that shape; what it holds counts on `root` only. Raises as `reduce` does, and
+        ValueError for a table of another length.
+        """
+        self._check_root(root)
+        return self._perform(scatter_from(root), self._copied(table), f"scatter from rank {root}")[self.rank]
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Everybody's tensor, [world_size, *tensor.shape], by rank, on all ranks. Raises TransportError as others."""
+        return self._perform(COLLECTIVES["direct_all_gather"], self._own_row(tensor), "all_gather")
+
+    def reduce_scatter(self, table: Tensor) -> Tensor:
+        """The sum over all ranks of this rank's row, [*shape], of everybody's table [world_size, *shape].
+
+        Raises ValueError for a table of another length, TransportError as others do.
+        """
+        return self._perform(COLLECTIVES["direct_reduce_scatter"], self._copied(table), "reduce_scatter")[self.rank]
+
+    def all_to_all(self, table: Tensor) -> Tensor:
+        """In row k what rank k's table holds in this rank's row: [world_size, *shape], as everybody's table.
+
+        Raises ValueError for a table of another length, TransportError as others do.
+        """
+        return self._perform(COLLECTIVES["all_to_all"], self._copied(table), "all_to_all")
 
     def barrier(self) -> None:
         """Returns once every rank has called it."""
@@ -83,10 +132,8 @@ class Communicator:
         return self.transport.share(numel, dtype)
 
     def all_ranks(self, mine: Tensor) -> Tensor:
-        """Everybody's tensor, [world_size, *mine.shape], by rank, on all ranks; all have one shape and dtype."""
-        table = torch.zeros(self.world_size, *mine.shape, dtype=mine.dtype)
-        table[self.rank] = mine
-        return self.all_reduce(table)
+        """`all_gather`, by its older name."""
+        return self.all_gather(mine)
 
     def gather(self, thing: Any, root: int = 0) -> list[Any] | None:
         """Every rank's picklable `thing`, by rank, on `root`; None elsewhere. All ranks call it."""
@@ -107,6 +154,23 @@ class Communicator:
         self.status.beat()
         self.outbox.send("message", message)
 
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.world_size:
+            raise ValueError(f"root {root} is not a rank: ranks are 0..{self.world_size - 1}")
+
+    def _own_row(self, tensor: Tensor) -> Tensor:
+        """A table with a row for each rank, of which this rank's is filled."""
+        table = tensor.new_zeros(self.world_size, *tensor.shape)
+        table[self.rank] = tensor.detach()
+        return table
+
+    def _copied(self, table: Tensor) -> Tensor:
+        if table.dim() == 0 or len(table) != self.world_size:
+            raise ValueError(
+                f"a table of shape {list(table.shape)} has not one row for each of {self.world_size} ranks"
+            )
+        return table.detach().clone()
+
     def _perform(self, collective: Collective, tensor: Tensor, verb: str) -> Tensor:
         if self.world_size == 1:
             return tensor
@@ -116,8 +180,8 @@ class Communicator:
         buffer = self._buffer(tensor.numel(), dtype)
         with torch.no_grad():
             buffer.local.copy_(tensor.reshape(-1))
-            self.transport.perform(collective, buffer, verb)
-            tensor.copy_(buffer.local.view(tensor.shape))
+            result = self.transport.perform(collective, buffer, verb)
+            tensor.copy_(result.view(tensor.shape))
         return tensor
 
     def _buffer(self, numel: int, dtype: torch.dtype) -> SharedBuffer:

@@ -32,7 +32,7 @@ class Needs:
     launcher_descriptors: int
     worker_descriptors: int
     common_bytes: int = 0
-    """Of the parameters, where all processes have them in one memory."""
+    """Of what all processes have in one memory: parameters, or sums of gradients."""
     server_bytes: int = 0
     """What the server shares beyond what every rank does."""
 
@@ -49,13 +49,14 @@ def needs(
     bucket_bytes: int,
     data_bytes: int,
     common_parameters: bool = False,
+    common_sums: bool = False,
     staleness: int = 0,
 ) -> Needs | None:
     """What a run of `n` processes takes; None for a model that cannot be built without memory to find out.
 
-    Every rank shares its gradients and a use mark for each parameter; with a server also its parameters, unless all
-    have them in common. A staleness of K takes K more buffers of gradients on every rank, and K + 1 of parameters on
-    the server.
+    Every rank shares its gradients and a use mark for each parameter; with a server also its parameters. What all ranks
+    have in common, their parameters or the sums of gradients and marks, is there once. A staleness of K takes K more
+    buffers of gradients on every rank, and K + 1 of parameters on the server.
     """
     try:
         with torch.device("meta"):  # tensors with shapes and no memory
@@ -71,7 +72,7 @@ def needs(
         data_bytes=data_bytes,
         launcher_descriptors=LAUNCHER_DESCRIPTORS + n * DESCRIPTORS_PER_WORKER,
         worker_descriptors=WORKER_DESCRIPTORS,
-        common_bytes=elements * itemsize if common_parameters else 0,
+        common_bytes=(elements * common_parameters + (elements + marks) * common_sums) * itemsize,
         server_bytes=(staleness + 1) * elements * itemsize if staleness else 0,
     )
 

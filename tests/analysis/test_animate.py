@@ -26,13 +26,14 @@ from torch_parallel.analysis.animate import (
     animate,
     for_notebook,
     frames,
+    regions_named,
     save_gif,
     sentence,
 )
 from torch_parallel.analysis.circle import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Circle, on_curve
 from torch_parallel.collectives import COLLECTIVES
+from torch_parallel.collectives.moves import Message, moves, states
 from torch_parallel.collectives.proof import ProofError
-from torch_parallel.collectives.show import Message, moves
 
 RING = COLLECTIVES["ring"]
 A, B = COLOURS[:2]
@@ -136,6 +137,43 @@ def test_sentences() -> None:
     assert sentence(Message(2, 0, range(0), reduce=False)) == "rank 2 signals rank 0, without a chunk"
 
 
+def test_sentences_of_regions() -> None:
+    one, second = range(1), range(1, 2)
+    assert sentence(Message(2, 0, one, reduce=False, into=second)) == (
+        "rank 2 sends chunk 0 to rank 0, which puts it into its chunk 1"
+    )
+    assert sentence(Message(2, 0, one, reduce=True, into=second, plus=one)) == (
+        "rank 2 sends chunk 0 to rank 0, which adds its chunk 0, into chunk 1"
+    )
+    assert sentence(Message(2, 0, one, reduce=True, into=second)) == (
+        "rank 2 sends chunk 0 to rank 0, which adds it to its chunk 1"
+    )
+
+
+def test_nothing_is_sent_of_a_common_chunk() -> None:
+    told = sentence(Message(2, 0, range(6, 7), reduce=False), common=range(4, 8))
+    assert told == "rank 2 tells rank 0 that chunk 6 is complete"
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_sentences_fit_into_the_picture(name: str) -> None:
+    picture = Picture(COLLECTIVES[name], 8)
+    for number in range(len(picture.rounds) + 2):
+        picture.draw(Frame(number, 1.0))
+        assert all(text.get_window_extent().x1 < WIDTH for text in picture._texts)
+
+
+def test_regions_are_named() -> None:
+    named = {name: regions_named(each, states(each, 4)[0]) for name, each in COLLECTIVES.items()}
+    assert {name: text for name, text in named.items() if text} == {
+        "two_shot_in_place": "chunks 4 to 7: the result, one memory for all ranks",
+        "one_shot": "chunk 1: the result",
+        "gather_scatter": "chunks 1 to 3: scratch",
+        "all_gather_average": "chunk 1: the result        chunks 2 to 3: scratch",
+        "all_to_all": "chunks 4 to 7: the result",
+    }
+
+
 def test_a_chunk_travels_from_cell_to_cell() -> None:
     picture = Picture(RING, 4)
     message = Message(0, 1, range(3, 4), reduce=True)
@@ -163,12 +201,12 @@ def test_every_collective_is_drawn(name: str) -> None:
         rounds = moves(COLLECTIVES[name], world_size)
         for number in {1, len(rounds) // 2 + 1, len(rounds)} if rounds else ():
             picture.draw(Frame(number, 0.5))
-            assert len(picture.axes.collections) == 1 + len(rounds[number - 1])
+            assert len(picture.axes.collections) == 1 + sum(m.source != m.to for m in rounds[number - 1])
         picture.draw(Frame(len(picture.rounds) + 1, 1.0))
         promised = [
-            COLLECTIVES[name].contributors(rank, world_size, chunk) is not None
+            COLLECTIVES[name].promised(rank, world_size, chunk) is not None
             for rank in range(world_size)
-            for chunk in range(picture.circle.chunk_count)
+            for chunk in range(COLLECTIVES[name].total_chunks(rank, world_size))
         ]
         assert [complete for _, complete in cells(picture, 0)] == sorted(promised)
 

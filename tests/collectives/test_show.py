@@ -8,8 +8,9 @@ from collections import Counter
 import pytest
 
 from torch_parallel.collectives import COLLECTIVES, Collective, Receive, Round, Send, ring
+from torch_parallel.collectives.moves import Message, Table, is_complete, moves, states
 from torch_parallel.collectives.proof import ProofError
-from torch_parallel.collectives.show import MOST_RANKS, Message, Table, is_complete, main, moves, overview, show, states
+from torch_parallel.collectives.show import MOST_RANKS, main, overview, show
 
 RING = COLLECTIVES["ring"]
 WHOLE = range(0, 1)
@@ -122,13 +123,13 @@ def test_every_message_is_shown_once_and_every_promise_kept(name: str, world_siz
     rounds, tables = moves(collective, world_size), states(collective, world_size)
     assert len(tables) == len(rounds) + 1
     assert all(rounds), "a round in which nothing arrives"
-    sent = Counter(message.source for messages in rounds for message in messages)
+    sent = Counter(message.source for messages in rounds for message in messages if message.source != message.to)
     assert [sent[rank] for rank in range(world_size)] == [
         collective.message_count(rank, world_size) for rank in range(world_size)
     ]
     for rank in range(world_size):
-        for chunk in range(collective.chunk_count(world_size)):
-            promised = collective.contributors(rank, world_size, chunk) is not None
+        for chunk in range(collective.total_chunks(rank, world_size)):
+            promised = collective.promised(rank, world_size, chunk) is not None
             assert is_complete(collective, tables[-1], rank, chunk) == promised
 
 
@@ -180,6 +181,64 @@ def test_a_complete_part_is_in_upper_case() -> None:
     assert "    rank 0       BC\n" in text
     assert "S =" not in text
     assert "  added:    2 -0-> 0\n  replaced: 1 -0-> 0\n" in text
+
+
+def test_the_drawing_of_one_shot_literally() -> None:
+    assert show(COLLECTIVES["one_shot"], 3).splitlines() == [
+        "one_shot: 3 ranks, 1 chunk, 1 round, 6 messages",
+        "  a b c        what ranks 0..2 contribute",
+        "  upper case   complete; S = a + b + c",
+        "  [ ]          sent in the next round",
+        "  0 -k-> 1     rank 0 sends chunk k to rank 1",
+        "  0 -k-> 1:j   which puts it, or the sum, into its chunk j",
+        "",
+        "  before      chunk 0   result 1",
+        "    rank 0      [a]        -",
+        "    rank 1      [b]        -",
+        "    rank 2      [c]        -",
+        "",
+        "round 1",
+        "  added:    0 -0-> 1:1  1 -0-> 0:1  1 -0-> 2:1  2 -0-> 0:1  2 -0-> 1:1",
+        "  replaced: 0 -0-> 2:1",
+        "  moved:    2 -0-> 2:1",
+        "  after       chunk 0   result 1",
+        "    rank 0       a         S",
+        "    rank 1       b         S",
+        "    rank 2       c         S",
+    ]
+
+
+def test_a_common_result_is_drawn_below_as_far_as_each_rank_knows_it() -> None:
+    lines = show(COLLECTIVES["two_shot_in_place"], 2).splitlines()
+    after_1 = lines.index("round 1")
+    assert lines[after_1 : after_1 + 8] == [
+        "round 1",
+        "  added:    0 -1-> 1:3  1 -0-> 0:2",
+        "  after       chunk 0   chunk 1",
+        "    rank 0       a         a",
+        "    rank 1       b         b",
+        "              result 2  result 3",
+        "    rank 0      [S]        -",
+        "    rank 1       -        [S]",
+    ]
+    assert "  waited:   0 -2-> 1  1 -3-> 0" in lines
+
+
+def test_scratch_is_drawn_where_there_is_any() -> None:
+    text = show(COLLECTIVES["gather_scatter"], 3)
+    assert [word for word in text.splitlines() if "scratch" in word][1].split() == [
+        "after",
+        "chunk",
+        "0",
+        "scratch",
+        "1",
+        "scratch",
+        "2",
+    ]
+    assert "  moved:    0 -1-> 0:0  0 -2-> 0:0" in text.splitlines()
+    rows = [line.split() for line in text.splitlines() if line.startswith("    rank")]
+    assert rows[3:6] == [["rank", "0", "[S]", "b", "c"], ["rank", "1", "b"], ["rank", "2", "c"]]
+    assert "scratch" not in show(RING, 3)
 
 
 def test_one_rank_alone() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from torch_parallel.gradients.buckets import Bucket, cut_into_buckets, views_of
-from torch_parallel.transport.base import SharedBuffer
+from torch_parallel.transport.buffer import SharedBuffer
 
 
 def share(numel: int, dtype: torch.dtype) -> SharedBuffer:
@@ -112,6 +112,25 @@ def test_a_mark_of_any_rank_keeps_the_gradient() -> None:
     bucket.collect()
     assert first.grad is not None and first.grad.item() == 0.5
     assert second.grad is None
+
+
+def test_sums_that_lie_elsewhere() -> None:
+    """`.grad` is where the sums are until the next step, or, if they are not to be written, a copy."""
+    used, unused = Parameter(torch.tensor([1.0, 2.0])), Parameter(torch.tensor([5.0]))
+    bucket = Bucket(0, named(used, unused), share)
+    for copy in (False, True, False):
+        bucket.zero()
+        (3 * used).sum().backward()
+        bucket.publish()
+        bucket.result = torch.tensor([30.0, 40.0, 0.0, 2.0, 0.0])  # what an exchange would put there
+        bucket.collect(copy)
+        assert used.grad is not None and used.grad.tolist() == [30, 40]
+        assert unused.grad is None
+        assert bucket.gradients.tolist() == [30, 40, 0]
+        used.grad.mul_(2)
+        assert bucket.result[:2].tolist() == ([30, 40] if copy else [60, 80])
+    bucket.zero()
+    assert used.grad.tolist() == [0, 0] and used.grad.data_ptr() == bucket.shared.local.data_ptr()
 
 
 def test_micro_batches_add_up() -> None:

@@ -73,7 +73,7 @@ SETTINGS = [
 ]
 PROCESS_COUNTS = {
     "ring_all_reduce": (1, 2, 3, 4),
-    "param_server": (2, 3, 5),
+    "param_server": (2, 3, 5, 9),
     "sharded_param_server": (1, 2, 3, 4),
     # those that wait for everybody unless they are told otherwise
     "param_server_bounded": (4,),
@@ -108,6 +108,11 @@ def one_process(make_model: Callable[[], nn.Module], make_optimizer: Callable, d
         optimizer.step()
         history.append(snapshot(model))
     return history
+
+
+def all_strategies(communicator: Communicator, names: list[str], settings: list) -> list[list[list]]:
+    """`many_processes` for several strategies in one run."""
+    return [many_processes(communicator, FROM_SCRATCH[name], settings) for name in names]
 
 
 def many_processes(communicator: Communicator, strategy_class: type[Strategy], settings: list) -> list[list]:
@@ -184,8 +189,21 @@ def test_every_step_is_that_of_one_process(name: str, n: int, references: list[l
             assert other[index] == [digest(parameters) for parameters in first[index]], (model, optimizer, dtype)
 
 
-def test_every_strategy_from_scratch_is_among_them() -> None:
-    assert FROM_SCRATCH.keys() <= PROCESS_COUNTS.keys()
+@pytest.mark.parametrize("n", range(1, 9))
+def test_so_it_is_with_every_algorithm_and_number_of_workers(n: int, references: list[list[dict]]) -> None:
+    """In two of the settings, the awkward model among them; all strategies without a server in one run."""
+    chosen = [
+        SETTINGS.index(("awkward", "adam", torch.float64, 1e-12)),
+        SETTINGS.index(("cnn", "sgd", torch.float32, 1e-6)),
+    ]
+    settings = [(MODELS[SETTINGS[k][0]], OPTIMIZERS[SETTINGS[k][1]], SETTINGS[k][2]) for k in chosen]
+    names = [name for name, strategy in FROM_SCRATCH.items() if not strategy.server_count]
+    first, *others = launch(all_strategies, n, names, settings, deadline_s=60)
+    for position, name in enumerate(names):
+        for index, k in enumerate(chosen):
+            assert largest_deviation(first[position][index], references[k]) <= SETTINGS[k][3], (name, SETTINGS[k])
+            for other in others:
+                assert other[position][index] == [digest(each) for each in first[position][index]], (name, SETTINGS[k])
 
 
 def test_the_awkward_model_is_awkward() -> None:

@@ -9,8 +9,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from torch_parallel import launch
+from torch_parallel.collectives import ALL_REDUCE, Receive
 from torch_parallel.communicator import Communicator
 from torch_parallel.strategies import FROM_SCRATCH
+from torch_parallel.strategies.all_reduce import strategy_of
 from torch_parallel.workloads import build_model
 
 BUCKET_BYTES = 50_000
@@ -95,6 +97,36 @@ def test_each_shard_is_read_once_by_its_owner_and_nothing_else_is_sent(n: int) -
     )
     assert Counter(transfers) == expected
     assert sum(nbytes for _, _, nbytes, _, _ in transfers) == (n - 1) * numel * FLOAT
+
+
+def sent_by_schedule(algorithm: str, n: int, elements: int) -> Counter:
+    """(source, to, bytes, round) of every message that its schedule has the ranks receive."""
+    collective = ALL_REDUCE[algorithm]
+    cuts = collective.chunk_count(n)
+    sizes = [len(part) for part in torch.arange(elements).tensor_split(cuts)]
+    expected: Counter = Counter()
+    for rank in range(n):
+        for index, actions in enumerate(collective.rounds(rank, n)):
+            for action in actions:
+                if isinstance(action, Receive):
+                    moved = not (collective.common_result and action.chunks.start >= cuts)  # else it is read in place
+                    nbytes = FLOAT * sum(sizes[chunk % cuts] for chunk in action.chunks) if moved else 0
+                    expected[action.source, rank, nbytes, index] += 1
+    return expected
+
+
+def test_every_all_reduce_strategy_sends_what_its_own_schedule_says_and_no_two_send_the_same() -> None:
+    n, seen = 4, {}
+    for algorithm, (name, _) in zip(ALL_REDUCE, map(strategy_of, ALL_REDUCE), strict=True):
+        transfers, buckets = record(name, n)
+        for index, (numel, parameters) in enumerate(buckets):
+            mine = Counter((s, t, b, r) for s, t, b, purpose, r in transfers if purpose.endswith(f"bucket {index}"))
+            assert mine == sent_by_schedule(algorithm, n, numel + parameters), name
+        assert len(transfers) == sum(ALL_REDUCE[algorithm].message_count(rank, n) for rank in range(n)) * len(buckets)
+        seen[name] = frozenset(Counter(transfers).items())
+    # gathering all and averaging moves what one shot moves, and puts it elsewhere: it is the same messages
+    assert seen.pop("all_gather_average") == seen["one_shot_all_reduce"]
+    assert len(set(seen.values())) == len(seen) == len(ALL_REDUCE) - 1
 
 
 def sharded_steps(communicator: Communicator, clip_norm: float | None) -> tuple[list[Counter], list]:

@@ -68,7 +68,9 @@ def run(
     )
 
 
-every_strategy = pytest.mark.parametrize("name", list(FROM_SCRATCH))
+# one of each kind: sums in place, in a region of the rank's own, in one memory for all ranks, on a server, in shards
+KINDS = ("ring_all_reduce", "one_shot_all_reduce", "two_shot_in_place", "param_server", "sharded_param_server")
+every_strategy = pytest.mark.parametrize("name", KINDS)
 
 
 @every_strategy
@@ -153,6 +155,36 @@ def test_the_norm_is_clipped_after_averaging(name: str) -> None:
 def test_a_small_norm_is_not_changed_by_clipping(name: str) -> None:
     for each in run(name, 2, clipped, make_model=lambda: Weight(2), clip_norm=100.0):
         assert each["w"].tolist() == [-1.5, -2.0]
+
+
+class DoublesGradients(torch.optim.SGD):
+    """An optimizer that changes `.grad`."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(2)
+        super().step()
+
+
+@every_strategy
+def test_an_optimizer_may_change_the_gradients(name: str) -> None:
+    """Gradients 1 and 3 of two workers: the sum 4, doubled once on each rank. In one memory of all it would be 16."""
+
+    def train(communicator: Communicator) -> list[float]:
+        model = Weight(3)
+        strategy = FROM_SCRATCH[name](
+            model, lambda named: DoublesGradients([each for _, each in named], lr=1.0), communicator
+        )
+        for _ in range(2):
+            strategy.begin_step()
+            if communicator.worker_index is not None:
+                (model.w * (1.0 + 2 * communicator.worker_index)).sum().backward()
+            strategy.step()
+        return model.w.tolist()
+
+    servers = FROM_SCRATCH[name].server_count
+    assert launch(train, 2 + servers, server_count=servers, deadline_s=20) == [[-16.0] * 3] * (2 + servers)
 
 
 class TwoLayers(nn.Module):

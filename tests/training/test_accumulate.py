@@ -23,7 +23,7 @@ def count_messages(communicator: Any, job: Any) -> dict[str, Any]:
     return {**result, "history": result.get("history", []), "weights": result.get("weights", {}), "messages": gradients}
 
 
-@pytest.mark.parametrize("strategy", list(FROM_SCRATCH))
+@pytest.mark.parametrize("strategy", ("ring_all_reduce", "two_shot_in_place", "param_server", "sharded_param_server"))
 def test_micro_batches_give_the_same_weights_and_no_more_messages(
     tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,8 +55,8 @@ def test_micro_batches_give_the_same_weights_and_no_more_messages(
         train(configuration, verbose=False, worker_function=count_messages)
     first_worker = FROM_SCRATCH[strategy].server_count
     whole = results[1]
-    of_a_step = {"ring_all_reduce": 2 * 2, "param_server": 2, "sharded_param_server": 2}[strategy]
-    assert sum(each["messages"] for each in whole) == of_a_step * 8  # steps
+    messages = {"ring_all_reduce": 2 * 2, "two_shot_in_place": 2 * 2, "param_server": 2, "sharded_param_server": 2}
+    assert sum(each["messages"] for each in whole) == messages[strategy] * 8  # steps
     for accumulate in (2, 3, 7):
         assert [each["messages"] for each in results[accumulate]] == [each["messages"] for each in whole]
         for name, value in whole[first_worker]["weights"].items():

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from torch_parallel import RunConfig, WorkerFailure, train
-from torch_parallel.strategies import STRATEGIES, SYNCHRONOUS
+from torch_parallel.strategies import BUILTIN, STRATEGIES
 from torch_parallel.training import checkpoint, display, loop, record
 from torch_parallel.training.run import TrainingRun
 from torch_parallel.workloads import build_model
 
-every_strategy = pytest.mark.parametrize("strategy", list(SYNCHRONOUS))
+KINDS = ("ring_all_reduce", "two_shot_in_place", "param_server", "sharded_param_server", *BUILTIN)
+every_strategy = pytest.mark.parametrize("strategy", KINDS)
 
 
 class Regularised(nn.Module):

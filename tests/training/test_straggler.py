@@ -216,6 +216,24 @@ def test_emulation_changes_the_time_and_not_the_result(tmp_path: Path) -> None:
     assert all(torch.equal(plain.weights[name], slowed.weights[name]) for name in plain.weights)
 
 
+def test_shards_cross_links_by_an_all_gather(tmp_path: Path) -> None:
+    """Memory is not in common over links: 18 parameters of 2 workers, 9 of each read by the other, as the gradients."""
+    _, plain = run(tmp_path, "sharded_param_server", workers=2)
+    _, linked = run(tmp_path, "sharded_param_server", workers=2, latency="1us")
+    assert all(torch.equal(plain.weights[name], linked.weights[name]) for name in plain.weights)
+    received = []
+    for trained in (plain, linked):
+        with open(Path(trained.folder) / "runs.csv", newline="") as file:
+            received.append([sum(json.loads(row["received_bytes"])) for row in csv.DictReader(file)])
+    assert received == [[10 * 9 * 4] * 2, [2 * 10 * 9 * 4] * 2]
+
+
+@pytest.mark.parametrize("flag", [{"link": "1gbit"}, {"latency": "1us"}])
+def test_what_is_read_in_place_cannot_cross_links(flag: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"--(link|latency) .*two_shot_in_place needs memory that all"):
+        config(strategy="two_shot_in_place", **flag)
+
+
 def test_steps_of_a_run_add_up(tmp_path: Path) -> None:
     """Over 2 nodes of 2: 18 gradients and 2 marks, 5 elements of 4 bytes a chunk, 3 rounds of 20 ms to add, 3 to copy.
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from torch_parallel.collectives import ALL_REDUCE, COLLECTIVES, RING_ALL_REDUCE, broadcast_from, reduce_to
 from torch_parallel.launcher import launch
-from torch_parallel.transport.base import SharedBuffer, Transport, TransportError
+from torch_parallel.transport.base import Transport, TransportError
+from torch_parallel.transport.buffer import SharedBuffer
 from torch_parallel.transport.local import LocalGroup
 
 TRANSPORTS = ("threads", "sequence numbers", "pipes")
@@ -79,16 +80,27 @@ def promised(name: str, rank: int, world_size: int, numel: int, dtype: torch.dty
         parts = [(whole, total * unit)]
     elif name in ("ring_reduce_scatter", "direct_reduce_scatter"):
         parts = [(chunks[rank], total * unit[chunks[rank]])]
-    elif name == "ring_all_gather":
+    elif name in ("ring_all_gather", "direct_all_gather") or (name == "gather" and rank == 0):
         parts = [(chunk, (owner + 1) * unit[chunk]) for owner, chunk in enumerate(chunks)]
-    elif name == "reduce":
-        parts = [(whole, total * unit)] if rank == 0 else unchanged
+    elif name == "all_to_all":
+        parts = [(chunk, (owner + 1) * unit[chunks[rank]]) for owner, chunk in enumerate(chunks)]
+    elif name == "scatter":
+        parts = [(chunks[rank], unit[chunks[rank]])]
+    elif name in ("gather", "barrier"):
+        parts = unchanged
+    elif name in ("reduce", "tree_reduce"):
+        parts = [(whole, total * unit)] if rank == 0 else [] if name == "tree_reduce" else unchanged
     elif name == "push":
         parts = [(whole, (total - 1) * unit)] if rank == 0 and world_size > 1 else unchanged
     else:
-        assert name == "broadcast", f"say here what {name} has to leave"
+        assert name in ("broadcast", "tree_broadcast"), f"say here what {name} has to leave"
         parts = [(whole, unit)]
     return [(where, values.to(dtype)) for where, values in parts]
+
+
+def fitting(numel: int, world_size: int) -> list[str]:
+    """The collectives that can be performed on a buffer of that size: all but all_to_all, which needs equal chunks."""
+    return [name for name, each in COLLECTIVES.items() if not each.equal_chunks or numel % world_size == 0]
 
 
 def perform_everything(transport: Transport, sizes: list[int], dtypes: tuple[torch.dtype, ...]) -> list[str]:
@@ -102,13 +114,13 @@ def perform_everything(transport: Transport, sizes: list[int], dtypes: tuple[tor
             if any(part.count_nonzero() for part in buffer.parts):
                 faults.append(f"{numel} {dtype}: not zero-filled")
             transport.agree("have looked at the zeros")
-            for name, collective in COLLECTIVES.items():
+            for name in fitting(numel, transport.world_size):
                 transport.settle()
                 buffer.local.copy_(pattern(transport.rank, numel, dtype))
-                transport.perform(collective, buffer)
+                result = transport.perform(COLLECTIVES[name], buffer)
                 for where, values in promised(name, transport.rank, transport.world_size, numel, dtype):
-                    if not torch.equal(buffer.local[where], values):
-                        faults.append(f"{name}, {numel} {dtype}, {where}: {buffer.local[where][:9]} not {values[:9]}")
+                    if not torch.equal(result[where], values):
+                        faults.append(f"{name}, {numel} {dtype}, {where}: {result[where][:9]} not {values[:9]}")
             if any(part.count_nonzero() for guard in guards for part in guard.parts):
                 faults.append(f"{numel} {dtype}: wrote outside the buffer")
     return faults
@@ -118,7 +130,7 @@ def perform_everything(transport: Transport, sizes: list[int], dtypes: tuple[tor
     "kind, world_size", [*((kind, n) for kind in TRANSPORTS for n in (1, 2, 3, 4, 5)), ("threads", 8)]
 )
 def test_every_collective_every_size_every_dtype(kind: str, world_size: int) -> None:
-    sizes = sorted({0, 1, 2, world_size - 1, world_size, world_size + 1, 7, 1009})
+    sizes = sorted({0, 1, world_size, world_size + 1, 1009, 60 * world_size})
     assert on_all_ranks(kind, world_size, perform_everything, sizes, DTYPES) == [[]] * world_size
 
 
@@ -148,13 +160,12 @@ def reduce_random(transport: Transport, name: str, numel: int) -> Tensor:
     values = torch.randn(numel, generator=generator) * 10 ** (16 * torch.rand(numel, generator=generator) - 8)
     buffer = transport.share(numel, torch.float32)
     buffer.local.copy_(values)
-    transport.perform(ALL_REDUCE[name], buffer)
+    result = transport.perform(ALL_REDUCE[name], buffer)
     transport.settle()
-    return torch.stack([values, buffer.local])
+    return torch.stack([values, result])
 
 
-@every_transport
-@pytest.mark.parametrize("name", ALL_REDUCE)
+@pytest.mark.parametrize("kind, name", [*(("threads", name) for name in ALL_REDUCE), ("pipes", "ring")])
 def test_same_bits_on_every_rank(kind: str, name: str) -> None:
     results = on_all_ranks(kind, 4, reduce_random, name, 4099)
     inputs = torch.stack([values for values, _ in results]).double()
@@ -207,29 +218,36 @@ def hammer(transport: Transport, repetitions: int, numel: int, seed: int) -> lis
     rank, world_size, faults = transport.rank, transport.world_size, []
     mine = slice(numel * rank // world_size, numel * (rank + 1) // world_size)
     for repetition in range(repetitions):
-        name, buffer = common.choice(list(COLLECTIVES)), common.choice(buffers)
+        name, buffer = common.choice(fitting(numel, world_size)), common.choice(buffers)
         if own.random() < 0.1:
             time.sleep(own.random() * 0.004)
         transport.settle()
         buffer.local.copy_(digits(rank, repetition, numel))
         if own.random() < 0.1:
             time.sleep(own.random() * 0.004)
-        transport.perform(COLLECTIVES[name], buffer)
+        result = transport.perform(COLLECTIVES[name], buffer)
+        if own.random() < 0.1:
+            time.sleep(own.random() * 0.004)  # a slow reader of its result
         everyone = [digits(r, repetition, numel) for r in range(world_size)]
+        owned = [slice(numel * r // world_size, numel * (r + 1) // world_size) for r in range(world_size)]
+        where, expected = slice(None), everyone[rank]
         if name in ALL_REDUCE:
-            where, expected = slice(None), torch.stack(everyone).sum(0)
-        elif name in ("ring_reduce_scatter", "direct_reduce_scatter"):
+            expected = torch.stack(everyone).sum(0)
+        elif name.endswith("reduce_scatter"):
             where, expected = mine, torch.stack(everyone).sum(0)[mine]
-        elif name == "ring_all_gather":
-            owned = [slice(numel * r // world_size, numel * (r + 1) // world_size) for r in range(world_size)]
-            where, expected = slice(None), torch.cat([everyone[r][owned[r]] for r in range(world_size)])
-        elif name == "broadcast":
-            where, expected = slice(None), everyone[0]
-        else:  # reduce and push, onto rank 0
-            where, expected = slice(None), everyone[rank]
-            if rank == 0:
-                expected = torch.stack(everyone if name == "reduce" else everyone[1:]).sum(0)
-        if not torch.equal(buffer.local[where], expected):
+        elif name.endswith("all_gather") or (name == "gather" and rank == 0):
+            expected = torch.cat([everyone[r][owned[r]] for r in range(world_size)])
+        elif name == "all_to_all":
+            expected = torch.cat([each[mine] for each in everyone])
+        elif name == "scatter":
+            where, expected = mine, everyone[0][mine]
+        elif name.endswith("broadcast"):
+            expected = everyone[0]
+        elif name in ("reduce", "tree_reduce", "push") and rank == 0:
+            expected = torch.stack(everyone[1:] if name == "push" else everyone).sum(0)
+        elif name == "tree_reduce":
+            continue  # half-way sums
+        if not torch.equal(result[where], expected):
             faults.append(f"{name} in repetition {repetition}")
     return faults
 
@@ -239,6 +257,108 @@ def hammer(transport: Transport, repetitions: int, numel: int, seed: int) -> lis
 def test_hundreds_in_a_row_with_slow_ranks(kind: str, world_size: int, numel: int) -> None:
     """Whoever is signalled too early, or twice for once, reads another repetition's numbers."""
     assert on_all_ranks(kind, world_size, hammer, 250, numel, 7) == [[]] * world_size
+
+
+def read_a_common_result(transport: Transport, announced: bool) -> list[list[float]]:
+    """What each rank finds in a common result at once, and again after the others have had 0.2 s for the next one.
+
+    Rank 0 is the slow reader. Without `announced` the fast ones are told that it is there: the guard is taken out.
+    """
+    collective, found = ALL_REDUCE["two_shot_in_place"], []
+    buffer = transport.share(12, torch.float64)
+    for repetition in range(3):
+        transport.settle()
+        buffer.local.fill_(float(10**repetition * (transport.rank + 1)))
+        if repetition == 1 and not announced:
+            _write_without_waiting(transport, buffer)
+        result = transport.perform(collective, buffer)
+        found.append(sorted(set(result.tolist())))
+        if transport.rank == 0 and repetition == 0:
+            time.sleep(0.2)
+            found[0] += sorted(set(result.tolist()))
+    transport.agree("the end")
+    return found
+
+
+def _write_without_waiting(transport: Transport, buffer: SharedBuffer) -> None:
+    assert buffer.common is not None
+    if transport.rank != 0:
+        buffer.common.fill_(-1.0)
+
+
+@every_transport
+def test_a_slow_reader_of_a_common_result_is_waited_for(kind: str) -> None:
+    first, *others = on_all_ranks(kind, 3, read_a_common_result, True)
+    assert first == [[6.0, 6.0], [60.0], [600.0]]
+    assert others == [[[6.0], [60.0], [600.0]]] * 2
+
+
+def test_who_does_not_wait_for_the_slow_reader_overwrites_its_result() -> None:
+    """That the test above can fail."""
+    first, *_ = on_all_ranks("threads", 3, read_a_common_result, False)
+    assert first[0] == [6.0, -1.0]
+
+
+def test_the_fast_do_not_get_ahead_of_a_slow_reader() -> None:
+    """The ranks that are done with the result must not finish the next one while rank 0 still uses the last."""
+
+    def seconds(transport: Transport) -> float:
+        buffer = transport.share(6, torch.float32)
+        collective = ALL_REDUCE["two_shot_in_place"]
+        transport.perform(collective, buffer)
+        start_s = time.perf_counter()
+        if transport.rank == 0:
+            time.sleep(0.3)
+        transport.settle()
+        transport.perform(collective, buffer)
+        return time.perf_counter() - start_s
+
+    assert min(on_all_ranks("threads", 3, seconds)) > 0.25
+
+
+def narrowed(transport: Transport) -> tuple[list[list[float]], int, bool]:
+    """Results of many sizes on one buffer, how much scratch there is then, and whether the common region is one."""
+    whole, found = transport.share(64, torch.float64), []
+    for numel in (64, 1, 33, 0, 64):
+        buffer = whole.narrow(numel)
+        for name in ("one_shot", "two_shot_in_place", "all_gather_average"):
+            transport.settle()
+            buffer.local.fill_(float(transport.rank + 1))
+            found.append(sorted(set(transport.perform(ALL_REDUCE[name], buffer).tolist())))
+    assert whole.common is not None
+    transport.agree("write into it")
+    if transport.rank == 0:
+        whole.common[5] = 42.0
+    transport.agree("look into it")
+    return found, sum(region.numel() for region in whole.scratch), whole.common[5].item() == 42.0
+
+
+@every_transport
+def test_a_narrowed_buffer_uses_the_regions_of_the_whole(kind: str) -> None:
+    sums = [[6.0]] * 3
+    for found, scratch, is_one in on_all_ranks(kind, 3, narrowed):
+        assert found == [*sums, *sums, *sums, [], [], [], *sums]
+        assert scratch == 2 * 64  # all_gather_average keeps two others' buffers; no size adds to that
+        assert is_one
+
+
+def test_memory_is_allocated_only_where_it_is_needed() -> None:
+    def scratch(transport: Transport, name: str) -> tuple[int, bool]:
+        buffer = transport.share(10, torch.float32)
+        transport.perform(COLLECTIVES[name], buffer)
+        return sum(region.numel() for region in buffer.scratch), buffer.common is not None
+
+    assert on_all_ranks("threads", 3, scratch, "ring") == [(0, False)] * 3
+    assert on_all_ranks("threads", 3, scratch, "gather_scatter") == [(20, False), (0, False), (0, False)]
+    assert on_all_ranks("threads", 3, scratch, "two_shot_in_place") == [(0, True)] * 3
+
+
+def test_all_to_all_of_a_size_that_cannot_be_cut_evenly() -> None:
+    def uneven(transport: Transport) -> None:
+        transport.perform(COLLECTIVES["all_to_all"], transport.share(10, torch.float32))
+
+    with pytest.raises(ValueError, match="all_to_all of 10 elements: 3 ranks need a multiple of 3"):
+        on_all_ranks("threads", 3, uneven)
 
 
 def broadcast_to_a_slow_reader(transport: Transport, wait_for_reader: bool) -> tuple[list[float], float]:
@@ -310,7 +430,8 @@ def test_a_rank_that_reads_late_gets_the_right_sums(kind: str, slow_rank: int) -
 def observed(transport: Transport, numel: int, dtype: torch.dtype) -> dict[str, Any]:
     buffer = transport.share(numel, dtype)
     seen: dict[str, Any] = {}
-    for name, collective in COLLECTIVES.items():
+    for name in fitting(numel, transport.world_size):
+        collective = COLLECTIVES[name]
         transport.settle()
         transfers: list[Any] = []
         transport.observer = transfers.append
@@ -333,7 +454,8 @@ def test_observed_bytes_and_messages_are_the_formulas(
     kind: str, world_size: int, numel: int, dtype: torch.dtype
 ) -> None:
     results = on_all_ranks(kind, world_size, observed, numel, dtype)
-    for name, collective in COLLECTIVES.items():
+    for name in fitting(numel, world_size):
+        collective = COLLECTIVES[name]
         messages: Counter[int] = Counter()
         sent: Counter[int] = Counter()
         for rank, seen in enumerate(results):

@@ -7,12 +7,12 @@ The picture is made from the schedule, as all else is, so every registered algor
     for_notebook(COLLECTIVES["ring"], 4)           with buttons to stop and to step; needs no ffmpeg
 
 Ranks stand in a circle, clockwise. Each is a column of cells, one a chunk; a cell's stripes are the ranks whose values
-it is the sum of, and a dark outline says that it is complete. Rounds are those of `collectives/show.py`.
+it is the sum of, and a dark outline says that it is complete. Rounds are those of `collectives/moves.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import groupby
@@ -29,9 +29,10 @@ from matplotlib.path import Path as Curve
 from matplotlib.text import Text
 from PIL import Image
 
-from torch_parallel.analysis.circle import HEIGHT, WIDTH, Circle, Point, on_curve
+from torch_parallel.analysis.circle import HEIGHT, WIDTH, Circle, Point, middle, on_curve
 from torch_parallel.collectives import Collective
-from torch_parallel.collectives.show import Message, Table, is_complete, moves, states
+from torch_parallel.collectives.moves import Message, Table, is_complete, moves, region_name, states
+from torch_parallel.collectives.schedule import NOTHING
 
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
 """One a rank: those of Okabe and Ito, which the colour-blind can tell apart, with grey in place of black."""
@@ -74,7 +75,7 @@ class Picture:
             raise ValueError(f"{world_size} ranks: an animation shows 1 to {len(COLOURS)}")
         self.collective = collective
         self.rounds, self.tables = moves(collective, world_size), states(collective, world_size)
-        self.circle = Circle(world_size, collective.chunk_count(world_size))
+        self.circle = Circle(world_size, max(map(len, self.tables[0])))
         self.figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, facecolor="white")
         self.canvas = FigureCanvasAgg(self.figure)  # not by pyplot: no window, no backend for all, nothing to close
         self.axes = self.figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(0, HEIGHT))
@@ -85,7 +86,9 @@ class Picture:
         self._write(WIDTH / 2, 13, key, fontsize=8.5, ha="center", color=GREY)
         for rank in range(world_size):
             self._label(rank)
-            self._number([(chunk, self.circle.cell(rank, chunk)) for chunk in range(self.circle.chunk_count)], height=3)
+            held = range(len(self.tables[0][rank]))
+            self._number([(chunk, self.circle.cell(rank, chunk)) for chunk in held], height=3)
+        self._write(WIDTH / 2, 27, regions_named(collective, self.tables[0]), fontsize=8.5, ha="center", color=GREY)
         self._texts = [
             self._write(WIDTH - 18, 607, "", fontsize=11, ha="right"),
             self._write(18, 580, "", fontsize=10.5),
@@ -113,7 +116,8 @@ class Picture:
         """Puts a frame in the place of the one before."""
         for artist in self._passing:
             artist.remove()
-        messages = self.rounds[frame.number - 1] if 1 <= frame.number <= len(self.rounds) else []
+        this = self.rounds[frame.number - 1] if 1 <= frame.number <= len(self.rounds) else []
+        messages = [message for message in this if not message.is_local]
         moving = [] if frame.fraction == 1.0 else messages
         table = self.tables[min(frame.number, len(self.rounds)) - bool(moving)]
         standing = [(rank, k, self.circle.cell(rank, k)) for rank, row in enumerate(table) for k in range(len(row))]
@@ -129,8 +133,8 @@ class Picture:
     def _under_way(self, message: Message, fraction: float) -> list[Place]:
         """Where the cells of a message are: its curve goes from centre to centre, and all keep their distances."""
         first, (_, leaving, entering, _) = message.chunks.start, self.circle.route(message)
-        centre = sum(message.chunks) / max(1, len(message.chunks))
-        ends = self.circle.cell(message.source, centre), self.circle.cell(message.to, centre)
+        centre = middle(message.chunks)
+        ends = self.circle.cell(message.source, centre), self.circle.cell(message.to, middle(message.target))
         x, y = on_curve([ends[0], leaving, entering, ends[1]], fraction)
         return [
             (message.source, first + k, (x, y + (centre - first - k) * self.circle.cell_height))
@@ -179,17 +183,36 @@ class Picture:
             return heading, "nothing arrives", ""
         first, *others = sorted(messages, key=lambda message: (message.source, message.to))
         besides = f"and {len(others)} more message{'s' if len(others) > 1 else ''} at the same time" if others else ""
-        return heading, sentence(first), besides
+        return heading, sentence(first, self.collective.common_chunks(len(self.tables[0]))), besides
 
 
-def sentence(message: Message) -> str:
-    """What a message does, in words."""
+def sentence(message: Message, common: range = NOTHING) -> str:
+    """What a message does, in words; `common` are the chunks that are one memory for all ranks."""
     if not message.chunks:
         return f"rank {message.source} signals rank {message.to}, without a chunk"
-    first, last = message.chunks[0], message.chunks[-1]
-    what, it = (f"chunk {first}", "it") if first == last else (f"chunks {first} to {last}", "them")
+    if message.chunks[0] in common:
+        return f"rank {message.source} tells rank {message.to} that {_numbered(message.chunks)} is complete"
+    what, it = _numbered(message.chunks), "it" if len(message.chunks) == 1 else "them"
     deed = f"adds {it} to its own" if message.reduce else f"puts {it} in place of its own"
+    if message.target != message.chunks:
+        place, addend = _numbered(message.target), _numbered(message.addend)
+        summed = f"adds {it} to its {place}" if addend == place else f"adds its {addend}, into {place}"
+        deed = summed if message.reduce else f"puts {it} into its {place}"
     return f"rank {message.source} sends {what} to rank {message.to}, which {deed}"
+
+
+def _numbered(chunks: Sequence[int]) -> str:
+    return f"chunk {chunks[0]}" if len(chunks) == 1 else f"chunks {chunks[0]} to {chunks[-1]}"
+
+
+def regions_named(collective: Collective, table: Table) -> str:
+    """Which chunks are the result and which are scratch, where they do not all lie in the input."""
+    names: dict[str, list[int]] = {}
+    for chunk in range(max(map(len, table))):
+        names.setdefault(region_name(collective, len(table), chunk), []).append(chunk)
+    common = ", one memory for all ranks" if collective.common_chunks(len(table)) else ""
+    meanings = {"result": f"the result{common}", "scratch": "scratch"}
+    return "        ".join(f"{_numbered(names[name])}: {meanings[name]}" for name in names if name in meanings)
 
 
 def animate(collective: Collective, world_size: int, frames_per_round: int = FRAMES_PER_ROUND) -> FuncAnimation:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from torch_parallel.collectives.show import Message
+from torch_parallel.collectives.moves import Message
 
 WIDTH, HEIGHT = 600, 640
 LEFT, RIGHT, BOTTOM, TOP = 16.0, 584.0, 40.0, 540.0  # where the ranks stand; above and below are texts
@@ -38,8 +38,10 @@ class Circle:
 
     def route(self, message: Message) -> list[Point]:
         """The points of a Bezier curve from the edge of one column to that of the other, sideways at both ends."""
-        middle = (message.chunks[0] + message.chunks[-1]) / 2 if message.chunks else (self.chunk_count - 1) / 2
-        (x0, y0), (x1, y1) = self.cell(message.source, middle), self.cell(message.to, middle)
+        leaves, arrives = middle(message.chunks), middle(message.target)
+        if not message.chunks:
+            leaves = arrives = (self.chunk_count - 1) / 2
+        (x0, y0), (x1, y1) = self.cell(message.source, leaves), self.cell(message.to, arrives)
         if abs(x1 - x0) > self.cell_width + 10:
             leave = math.copysign(1.0, x1 - x0)
             enter, bend = -leave, (abs(x1 - x0) - self.cell_width) / 2
@@ -56,6 +58,11 @@ class Circle:
         off_centre = math.dist(((x0 + x1) / 2, (y0 + y1) / 2), ((LEFT + RIGHT) / 2, (BOTTOM + TOP) / 2))
         share = 0.28 * max(0.0, 1 - off_centre / 120) if len(self.columns) > 2 else 0.0
         return share * (y1 - y0), share * (x0 - x1)
+
+
+def middle(chunks: range) -> float:
+    """The mean of the numbers of some chunks."""
+    return sum(chunks) / max(1, len(chunks))
 
 
 def _spread(values: list[float], low: float, high: float) -> list[float]:

@@ -10,6 +10,8 @@ for every buffer and every timing:
   memory when it gets to it);
 - no round changes a chunk that it sends;
 - the k-th send of an ordered pair is the k-th receive, of the same chunks, and no message is left over;
+- a common chunk has one writer, who has heard from all others before, so that nobody uses the last result any more, and
+  who does not change it after it was sent; the others only wait for it;
 - at the end each chunk holds each contribution that the collective promises exactly once, and nothing else.
 """
 
@@ -19,13 +21,17 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import count
 
-from torch_parallel.collectives.schedule import Collective, Receive, Round, Send
+from torch_parallel.collectives.schedule import Collective, Local, Operation, Receive, Round, Send
+from torch_parallel.collectives.shapes import write_down
 
-MAX_ROUNDS = 100_000  # of one rank; a schedule with more is taken to go on for ever
 SHOWN_FAULTS = 20  # one wrong index makes thousands at P = 64
 NEVER = sys.maxsize  # the round of what does not happen
+NOBODY = -1  # whose contribution scratch holds at first: what was left there by something else
+
+
+_Contents = Counter[tuple[int, int]]  # how often a chunk holds each contribution: (whose, which of its chunks)
 
 
 class ProofError(Exception):
@@ -64,50 +70,18 @@ def examine(collective: Collective, world_size: int) -> Report:
     """
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}: a collective needs at least one rank")
-    chunk_count = collective.chunk_count(world_size)
-    rounds, faults = _write_down(collective, world_size, chunk_count)
+    rounds, faults = write_down(collective, world_size)
     if faults:  # what follows relies on indices in range
         return Report(tuple(faults), frozenset())
     programs, messages = _pair_up(rounds)
     _, deadlock_if_blocking = _advance(programs, sends_block=True)
     order, deadlock = _advance(programs, sends_block=False)
-    pull = _Pull(programs, chunk_count)
+    pull = _Pull(programs, collective)
     pull.run(order)
-    faults = [*_mismatches(messages), *deadlock_if_blocking, *deadlock, *pull.overwrites]
+    faults = [*_mismatches(messages), *deadlock_if_blocking, *deadlock, *pull.wrong_writes]
     if not deadlock:  # what a stuck rank holds says nothing
         faults += _wrong_contents(collective, pull.contents)
     return Report(tuple(faults), pull.unfinished_reads(messages))
-
-
-def _write_down(collective: Collective, world_size: int, chunk_count: int) -> tuple[list[list[Round]], list[str]]:
-    """Return the rounds of each rank, and what in them is impossible by itself."""
-    programs: list[list[Round]] = [[] for _ in range(world_size)]
-    faults: list[str] = []
-    for rank, program in enumerate(programs):
-        try:
-            program.extend(list(this) for this in islice(collective.rounds(rank, world_size), MAX_ROUNDS + 1))
-        except Exception as error:
-            faults.append(f"rank {rank} fails in round {len(program)}: {error!r}")
-        if len(program) > MAX_ROUNDS:
-            return programs, [*faults, f"rank {rank} does not end: it has more than {MAX_ROUNDS} rounds"]
-        for number, this in enumerate(program):
-            flaws = [_flaw(operation, rank, world_size, chunk_count) for operation in this]
-            faults += [f"in round {number} rank {rank} {flaw}" for flaw in flaws if flaw]
-    return programs, faults
-
-
-def _flaw(operation: Send | Receive, rank: int, world_size: int, chunk_count: int) -> str:
-    if not isinstance(operation, Send | Receive):
-        return f"yields {operation!r}, which is neither a Send nor a Receive"
-    verb, peer = ("sends to", operation.to) if isinstance(operation, Send) else ("receives from", operation.source)
-    chunks = operation.chunks
-    if not isinstance(peer, int) or not 0 <= peer < world_size:
-        return f"{verb} rank {peer!r}, outside 0..{world_size - 1}"
-    if peer == rank:
-        return f"{verb} itself"
-    if not isinstance(chunks, range) or chunks.step != 1 or not 0 <= chunks.start <= chunks.stop <= chunk_count:
-        return f"{verb} rank {peer} {chunks!r}, which is no slice of the chunks 0..{chunk_count - 1}"
-    return ""
 
 
 @dataclass(slots=True, eq=False)
@@ -121,13 +95,14 @@ class _Message:
     sent: range = range(0)
     received_in: int = NEVER  # the receiver's round
     expected: range = range(0)
-    reduce: bool = False
+    receive: Receive | None = None
     known: list[int] = field(default_factory=list)  # the sender's clock when it sent
-    payload: list[Counter[tuple[int, int]]] = field(default_factory=list)  # what it sent
+    heard_of: set[int] = field(default_factory=set)  # the ranks that it then knew to have begun
+    payload: list[_Contents] = field(default_factory=list)  # what it sent
     read_number: int = 0  # which of the receiver's reads this was; 0: not read
 
 
-_Programs = list[list[list[_Message]]]  # [rank][round], in the order listed
+_Programs = list[list[list[_Message | Local]]]  # [rank][round], in the order listed
 
 
 def _pair_up(rounds: list[list[Round]]) -> tuple[_Programs, list[_Message]]:
@@ -135,14 +110,16 @@ def _pair_up(rounds: list[list[Round]]) -> tuple[_Programs, list[_Message]]:
     sends: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(count)
     receives: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(count)
 
-    def message_of(operation: Send | Receive, rank: int, number: int) -> _Message:
+    def message_of(operation: Operation, rank: int, number: int) -> _Message | Local:
+        if isinstance(operation, Local):
+            return operation
         pair = (rank, operation.to) if isinstance(operation, Send) else (operation.source, rank)
         index = next((sends if isinstance(operation, Send) else receives)[pair])
         message = messages.setdefault((*pair, index), _Message(*pair, index))
         if isinstance(operation, Send):
             message.sent_in, message.sent = number, operation.chunks
         else:
-            message.received_in, message.expected, message.reduce = number, operation.chunks, operation.reduce
+            message.received_in, message.expected, message.receive = number, operation.chunks, operation
         return message
 
     programs = [
@@ -184,12 +161,13 @@ def _advance(programs: _Programs, sends_block: bool) -> tuple[list[tuple[int, in
     return order, [f"deadlock {kind}: {', '.join(waits)}"] if waits else []
 
 
-def _waits(this: list[_Message], position: list[int], sends_block: bool) -> list[str]:
+def _waits(this: list[_Message | Local], position: list[int], sends_block: bool) -> list[str]:
     # The rank itself is in this round, so its own side of a message is never what is missing.
-    late = [m for m in this if position[m.sender] < m.sent_in]
+    messages = [m for m in this if isinstance(m, _Message)]
+    late = [m for m in messages if position[m.sender] < m.sent_in]
     waits = [f"rank {m.receiver} waits in round {m.received_in} to receive from rank {m.sender}" for m in late]
     if sends_block:
-        late = [m for m in this if position[m.receiver] < m.received_in]
+        late = [m for m in messages if position[m.receiver] < m.received_in]
         waits += [f"rank {m.sender} waits in round {m.sent_in} to send to rank {m.receiver}" for m in late]
     return waits
 
@@ -207,72 +185,114 @@ class _Pull:
     signals of a round leave before its receives, so they do not vouch for them.
     """
 
-    def __init__(self, programs: _Programs, chunk_count: int) -> None:
+    def __init__(self, programs: _Programs, collective: Collective) -> None:
         ranks = range(len(programs))
         self.programs = programs
         self.known = [[0 for _ in ranks] for _ in ranks]
-        # contents[rank][chunk] counts contributions (whose, to which chunk)
-        self.contents = [[Counter({(rank, chunk): 1}) for chunk in range(chunk_count)] for rank in ranks]
+        # contents[rank][chunk]; of a common chunk each rank has an entry of its own: what it knows to lie there
+        self.contents = [_at_first(collective, rank, len(programs)) for rank in ranks]
         self.sent_since_written: defaultdict[tuple[int, int], list[_Message]] = defaultdict(list)
-        self.overwrites: list[str] = []
+        self.common = collective.common_chunks(len(programs))
+        self.writers: dict[int, int] = {}  # of the common chunks
+        self.heard_of = [{rank} for rank in ranks]  # who has begun, as far as each rank knows
+        self.wrong_writes: list[str] = []
 
     def run(self, order: list[tuple[int, int]]) -> None:
         """End the rounds in this order, and begin each as soon as the one before it has ended."""
         for rank in range(len(self.programs)):
             self._begin(rank, 0)
         for rank, number in order:
-            for message in self.programs[rank][number]:
-                if message.receiver == rank:
-                    self._receive(message)
+            for step in self.programs[rank][number]:
+                if isinstance(step, Local):
+                    mine = self.contents[rank]
+                    self._write(rank, step.into, [mine[chunk] for chunk in step.chunks], step, number)
+                elif step.receiver == rank:
+                    self._receive(step)
             self._begin(rank, number + 1)
 
     def _begin(self, rank: int, number: int) -> None:
-        messages = self.programs[rank][number] if number < len(self.programs[rank]) else []
-        for message in messages:
-            if message.sender == rank:
-                message.known = self.known[rank].copy()
+        steps = self.programs[rank][number] if number < len(self.programs[rank]) else []
+        for message in steps:
+            if isinstance(message, _Message) and message.sender == rank:
+                message.known, message.heard_of = self.known[rank].copy(), self.heard_of[rank].copy()
                 message.payload = [self.contents[rank][chunk] for chunk in message.sent]
                 for chunk in message.sent:
                     self.sent_since_written[rank, chunk].append(message)
 
     def _receive(self, message: _Message) -> None:
-        rank, mine = message.receiver, self.contents[message.receiver]
+        rank, receive = message.receiver, message.receive
+        assert receive is not None
         self.known[rank] = list(map(max, self.known[rank], message.known))
         self.known[rank][rank] += 1
+        self.heard_of[rank] |= message.heard_of
         message.read_number = self.known[rank][rank]
-        # A mismatched message, a fault already, is followed too: what was sent lands where it was expected.
-        for chunk, received in zip(message.expected, message.payload, strict=False):
-            self._check_write(rank, chunk, message.received_in)
-            mine[chunk] = mine[chunk] + received if message.reduce else received
+        if message.sent and message.sent[0] in self.common:
+            self._wait_for_common(message)
+        else:  # A mismatched message, a fault already, is followed too: what was sent lands where it was expected.
+            self._write(rank, receive.target, message.payload, receive, message.received_in)
+
+    def _wait_for_common(self, message: _Message) -> None:
+        for chunk, received in zip(message.sent, message.payload, strict=True):
+            self.contents[message.receiver][chunk] = received
+            if self.writers.get(chunk) != message.sender:
+                waits = f"rank {message.receiver} waits for common chunk {chunk} in round {message.received_in}"
+                self.wrong_writes.append(f"{waits} until rank {message.sender} sends it, which does not write it")
+
+    def _write(self, rank: int, into: range, values: list[_Contents], step: Receive | Local, number: int) -> None:
+        mine = self.contents[rank]
+        addends = step.addend if isinstance(step, Receive) else into
+        for chunk, value, addend in zip(into, values, addends, strict=False):
+            self._check_write(rank, chunk, number)
+            mine[chunk] = mine[addend] + value if step.reduce else value
 
     def _check_write(self, rank: int, chunk: int, number: int) -> None:
+        changes = f"rank {rank} changes chunk {chunk} in round {number}"
         # Clocks only grow: a send that this write cannot hurt, no later write can. Each is judged once.
-        for m in self.sent_since_written.pop((rank, chunk), []):
-            changes = f"rank {rank} changes chunk {chunk} in round {number}"
+        sent = self.sent_since_written.pop((rank, chunk), [])
+        for m in sent:
             if m.sent_in == number:
-                self.overwrites.append(f"overlap: {changes}, which sends it to rank {m.receiver}")
+                self.wrong_writes.append(f"overlap: {changes}, which sends it to rank {m.receiver}")
             elif m.received_in != NEVER and not 0 < m.read_number <= self.known[rank][m.receiver]:
                 reading = f"while rank {m.receiver} may still be reading it (sent in round {m.sent_in})"
-                self.overwrites.append(f"overwrite if sends do not block: {changes} {reading}")
+                self.wrong_writes.append(f"overwrite if sends do not block: {changes} {reading}")
+        if chunk in self.common:
+            self.wrong_writes += [f"common chunk: {changes}, {flaw}" for flaw in self._common_flaws(rank, chunk, sent)]
+
+    def _common_flaws(self, rank: int, chunk: int, sent: list[_Message]) -> Iterator[str]:
+        writer = self.writers.setdefault(chunk, rank)
+        if writer != rank:
+            yield f"which rank {writer} writes too"
+        if unheard := sorted(set(range(len(self.programs))) - self.heard_of[rank]):
+            yield f"while rank {unheard[0]}, from which it has not heard, may still be using the last result"
+        if sent:
+            yield f"which it has sent to rank {sent[0].receiver} in round {sent[0].sent_in} for good"
 
     def unfinished_reads(self, messages: list[_Message]) -> frozenset[tuple[int, int]]:
-        read = [m for m in messages if m.expected]  # a message without chunks signals, and nothing is read
+        # A message without chunks signals, and one of a common chunk too: nothing of the sender's own is read.
+        read = [m for m in messages if m.expected and m.expected[0] not in self.common]
         return frozenset((m.receiver, m.sender) for m in read if m.read_number > self.known[m.sender][m.receiver])
 
 
-def _wrong_contents(collective: Collective, contents: list[list[Counter[tuple[int, int]]]]) -> Iterator[str]:
+def _at_first(collective: Collective, rank: int, world_size: int) -> list[_Contents]:
+    """In region 0 the rank's own values, in the others what nobody promises."""
+    chunk_count, total = collective.chunk_count(world_size), collective.total_chunks(rank, world_size)
+    return [Counter({(rank if chunk < chunk_count else NOBODY, chunk): 1}) for chunk in range(total)]
+
+
+def _wrong_contents(collective: Collective, contents: list[list[_Contents]]) -> Iterator[str]:
     for rank, chunks in enumerate(contents):
         for chunk, holds in enumerate(chunks):
-            contributors = collective.contributors(rank, len(contents), chunk)
-            if contributors is not None:
-                for complaint in _complaints(holds, {(source, chunk) for source in contributors}):
+            if (promised := collective.promised(rank, len(contents), chunk)) is not None:
+                for complaint in _complaints(holds, promised):
                     yield f"rank {rank} ends with chunk {chunk} {complaint}"
 
 
-def _complaints(holds: Counter[tuple[int, int]], promised: set[tuple[int, int]]) -> Iterator[str]:
+def _complaints(holds: _Contents, promised: frozenset[tuple[int, int]]) -> Iterator[str]:
     for source, chunk in sorted(promised | holds.keys()):
         times = holds[source, chunk]
-        if (source, chunk) not in promised:
+        if source == NOBODY:
+            yield f"holding what lay in chunk {chunk} before"
+        elif (source, chunk) not in promised:
             yield f"holding chunk {chunk} of rank {source}, which was not promised"
         elif times == 0:
             yield f"lacking rank {source}'s contribution"

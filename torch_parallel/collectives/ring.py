@@ -40,7 +40,7 @@ round, [x] is what it sends to the right in the next one, and upper case is a co
 
 from __future__ import annotations
 
-from torch_parallel.collectives.schedule import Collective, Receive, Rounds, Send, chunk_size, one
+from torch_parallel.collectives.schedule import Collective, Receive, Rounds, Send, chunk_size, everyone, one
 
 
 def reduce_scatter(rank: int, world_size: int) -> Rounds:
@@ -69,10 +69,6 @@ def all_reduce(rank: int, world_size: int) -> Rounds:
     yield from all_gather(rank, world_size)
 
 
-def _everyone(rank: int, world_size: int, chunk: int) -> frozenset[int]:
-    return frozenset(range(world_size))
-
-
 RING_REDUCE_SCATTER = Collective(
     name="ring_reduce_scatter",
     rounds=reduce_scatter,
@@ -99,7 +95,7 @@ RING_ALL_REDUCE = Collective(
     name="ring",
     rounds=all_reduce,
     chunk_count=lambda world_size: world_size,
-    contributors=_everyone,
+    contributors=everyone,
     round_count=lambda rank, world_size: 2 * (world_size - 1),
     message_count=lambda rank, world_size: 2 * (world_size - 1),
     sent_elements=lambda rank, world_size, numel: (

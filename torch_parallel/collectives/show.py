@@ -5,96 +5,22 @@ about it, and a new algorithm has one as soon as it is registered:
 
     python -m torch_parallel collectives                    all algorithms, and what they cost
     python -m torch_parallel collectives --show ring --n 4  one of them, round by round
-
-A schedule has no common clock: each rank has rounds of its own, and waits in them. To draw all ranks side by side,
-`moves` gives them one, as if all messages took equally long: every rank begins a round when its last one has ended, and
-a message arrives in the round in which its sender sends and its receiver waits for it. Only proved schedules are drawn,
-so nobody can be stuck, and a chunk still holds at its arrival what it held when it was sent.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from textwrap import wrap
 from typing import NoReturn
 
-from torch_parallel.collectives import COLLECTIVES, Collective, Receive, Round, Send
-from torch_parallel.collectives.proof import ProofError, prove
+from torch_parallel.collectives import COLLECTIVES, Collective
+from torch_parallel.collectives.moves import Message, Table, is_complete, moves, region_name, states
+from torch_parallel.collectives.proof import ProofError
 
 MOST_RANKS = 18  # a..r: the upper case letter S is a sum
 WIDTH = 100
-
-Contributions = Counter[int]
-"""Whose values a chunk is the sum of, and how often each is in it."""
-
-Table = list[list[Contributions]]
-"""table[rank][chunk]"""
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """Chunks on their way from rank `source` to rank `to`, which adds them to its own (`reduce`) or replaces those."""
-
-    source: int
-    to: int
-    chunks: range
-    reduce: bool
-
-
-def moves(collective: Collective, world_size: int) -> list[list[Message]]:
-    """The messages of each round, a receiver's in the order in which it performs them.
-
-    Raises `ProofError` for a schedule that is wrong, and `ValueError` for no ranks.
-    """
-    prove(collective, world_size)
-    programs = [[list(this) for this in collective.rounds(rank, world_size)] for rank in range(world_size)]
-    sent: Counter[tuple[int, int]] = Counter()  # signals that wait for their receiver, by (source, to)
-    missing: list[Round] = [[] for _ in programs]  # the receives that each rank's present round still waits for
-    rounds = []
-    while any(programs) or any(missing):
-        for rank, program in enumerate(programs):
-            if program and not missing[rank]:
-                this = program.pop(0)
-                sent.update((rank, operation.to) for operation in this if isinstance(operation, Send))
-                missing[rank] = [operation for operation in this if isinstance(operation, Receive)]
-        rounds.append([message for rank in range(world_size) for message in _arrivals(rank, missing[rank], sent)])
-    return rounds
-
-
-def _arrivals(rank: int, missing: Round, sent: Counter[tuple[int, int]]) -> list[Message]:
-    """Takes from `missing` what has been sent. A round's receives keep their order, so one that is late delays all."""
-    arrived = []
-    while missing and isinstance(missing[0], Receive) and sent[missing[0].source, rank]:
-        arrived.append(Message(missing[0].source, rank, missing[0].chunks, missing[0].reduce))
-        sent[missing[0].source, rank] -= 1
-        missing.pop(0)
-    return arrived
-
-
-def states(collective: Collective, world_size: int) -> list[Table]:
-    """What each rank holds in each chunk: before, and after each of the rounds of `moves`. Raises as `moves` does."""
-    chunks = range(collective.chunk_count(world_size))
-    tables: list[Table] = [[[Counter([rank]) for _ in chunks] for rank in range(world_size)]]
-    for messages in moves(collective, world_size):
-        before = tables[-1]
-        after = [list(row) for row in before]
-        for message in messages:
-            mine, theirs = after[message.to], before[message.source]
-            for chunk in message.chunks:
-                mine[chunk] = mine[chunk] + theirs[chunk] if message.reduce else theirs[chunk]
-        tables.append(after)
-    return tables
-
-
-def is_complete(collective: Collective, table: Table, rank: int, chunk: int) -> bool:
-    """Whether a chunk holds what the collective promises for it; never, where it promises nothing."""
-    promised = collective.contributors(rank, len(table), chunk)
-    return promised is not None and table[rank][chunk] == Counter(promised)
-
 
 # ---- the drawing ----
 
@@ -110,12 +36,18 @@ def show(collective: Collective, world_size: int) -> str:
     following = [*rounds, []]
     lines = [*_heading(collective, world_size, rounds), "", *_drawn(collective, "before", tables[0], following[0])]
     for number, messages in enumerate(rounds, start=1):
-        lines += ["", *_told(number, messages), *_drawn(collective, "after", tables[number], following[number])]
+        lines += [
+            "",
+            *_told(collective, world_size, number, messages),
+            *_drawn(collective, "after", tables[number], following[number]),
+        ]
     return "\n".join(lines)
 
 
 def _heading(collective: Collective, world_size: int, rounds: list[list[Message]]) -> list[str]:
-    chunk_count, message_count = collective.chunk_count(world_size), sum(map(len, rounds))
+    chunk_count = collective.chunk_count(world_size)
+    received = [message for messages in rounds for message in messages if not message.is_local]
+    message_count = len(received)
     counts = ((world_size, "rank"), (chunk_count, "chunk"), (len(rounds), "round"), (message_count, "message"))
     letters = [_letter(rank) for rank in range(world_size)]
     everyone, promised = frozenset(range(world_size)), collective.contributors
@@ -129,42 +61,71 @@ def _heading(collective: Collective, world_size: int, rounds: list[list[Message]
     ]
     if rounds:
         keys += [("[ ]", "sent in the next round"), ("0 -k-> 1", "rank 0 sends chunk k to rank 1")]
+    if any(message.target != message.chunks for message in received):
+        keys.append(("0 -k-> 1:j", "which puts it, or the sum, into its chunk j"))
+    if collective.common_chunks(world_size):
+        keys.append(("result", "one memory for all ranks; a rank's row shows what it knows to be there"))
     width = max(len(key) for key, _ in keys)
     title = f"{collective.name}: {', '.join(_counted(number, noun) for number, noun in counts)}"
     return [title, *(f"  {key.ljust(width)}   {meaning}" for key, meaning in keys)]
 
 
-def _told(number: int, messages: list[Message]) -> list[str]:
-    """The messages of a round, those that are added apart from those that replace."""
-    lines = [f"round {number}"]
+def _told(collective: Collective, world_size: int, number: int, messages: list[Message]) -> list[str]:
+    """The messages of a round, those that are added apart from those that replace, and what ranks move themselves."""
+    lines, common = [f"round {number}"], collective.common_chunks(world_size)
+
+    def verb_of(message: Message) -> str:
+        if message.is_local:
+            return "moved:   "
+        if message.chunks and message.chunks[0] in common:
+            return "waited:  "
+        return "added:   " if message.reduce else "replaced:"
+
     in_order = sorted(messages, key=lambda message: (message.source, message.to))
-    for reduce, verb in ((True, "added:   "), (False, "replaced:")):
+    for verb in ("added:   ", "replaced:", "waited:  ", "moved:   "):
         # no-break spaces keep `wrap` from breaking inside of an arrow
-        arrows = [_arrow(message).replace(" ", "\xa0") for message in in_order if message.reduce == reduce]
+        arrows = [_arrow(message).replace(" ", "\xa0") for message in in_order if verb_of(message) == verb]
         lines += wrap("  ".join(arrows), WIDTH, initial_indent=f"  {verb} ", subsequent_indent=" " * 12)
     return [line.replace("\xa0", " ").rstrip() for line in lines]
 
 
 def _arrow(message: Message) -> str:
-    first, last = message.chunks.start, message.chunks.stop - 1
-    chunks = "" if last < first else str(first) if last == first else f"{first}..{last}"
-    return f"{message.source} -{chunks}-> {message.to}"
+    into = f":{_span_of(message.target)}" if message.target != message.chunks else ""
+    return f"{message.source} -{_span_of(message.chunks)}-> {message.to}{into}"
+
+
+def _span_of(chunks: range) -> str:
+    first, last = chunks.start, chunks.stop - 1
+    return "" if last < first else str(first) if last == first else f"{first}..{last}"
 
 
 def _drawn(collective: Collective, title: str, table: Table, following: list[Message]) -> list[str]:
-    """A table, a row a rank; `following` are the messages of the next round, whose chunks are put into brackets."""
-    sent = {(message.source, chunk) for message in following for chunk in message.chunks}
+    """A table, a row a rank; `following` are the messages of the next round, whose chunks are put into brackets.
+
+    Regions stand below each other, or, of one chunk each, beside each other.
+    """
+    sent = {(message.source, chunk) for message in following if not message.is_local for chunk in message.chunks}
     cells = [
         [_text(collective, table, rank, chunk, (rank, chunk) in sent) for chunk in range(len(row))]
         for rank, row in enumerate(table)
     ]
-    heads = [f"chunk {chunk}" for chunk in range(len(table[0]))]
+    total = max(map(len, table))
+    heads = [f"{region_name(collective, len(table), chunk)} {chunk}" for chunk in range(total)]
     width = max(len(text) for row in [*cells, heads] for text in row) + 2
-    rows = [(f"  {title}", heads), *((f"    rank {rank}", row) for rank, row in enumerate(cells))]
-    return [f"{name:13}{''.join(text.center(width) for text in row)}".rstrip() for name, row in rows]
+    chunk_count = collective.chunk_count(len(table))
+    block_size = total if chunk_count == 1 else chunk_count
+    lines = []
+    for start in range(0, total, block_size):
+        block = slice(start, start + block_size)
+        named = [(f"    rank {rank}", row[block]) for rank, row in enumerate(cells) if row[block]]
+        rows = [(f"  {title}" if start == 0 else "", heads[block]), *named]
+        lines += [f"{name:13}{''.join(text.center(width) for text in row)}".rstrip() for name, row in rows]
+    return lines
 
 
 def _text(collective: Collective, table: Table, rank: int, chunk: int, sent: bool) -> str:
+    if not table[rank][chunk]:
+        return " - "  # nothing yet
     text = "".join(_letter(source) * times for source, times in sorted(table[rank][chunk].items()))
     if is_complete(collective, table, rank, chunk):
         text = "S" if 1 < len(table) == len(table[rank][chunk]) else text.upper()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from torch_parallel.transport.base import SharedBuffer
+from torch_parallel.transport.buffer import SharedBuffer
 
 NamedParameters = list[tuple[str, Parameter]]
 Share = Callable[[int, torch.dtype], SharedBuffer]
@@ -30,6 +30,9 @@ class Bucket:
     `shared` holds [numel + len(parameters)] elements in host memory: gradients, then use marks. On the CPU the `.grad`s
     are views of it. On a GPU they are views of `flat`, a buffer of the same shape on the device, and `publish` and
     `collect` copy between the two.
+
+    The exchange puts the sums into `result`: `shared` again, where it works in place, or memory of the same shape. Then
+    the `.grad`s are views of that, until the next step begins.
     """
 
     def __init__(self, index: int, parameters: NamedParameters, share: Share) -> None:
@@ -38,17 +41,22 @@ class Bucket:
         self.numel = sum(parameter.numel() for _, parameter in parameters)
         first = parameters[0][1]
         self.shared = share(self.numel + len(parameters), first.dtype)
+        self.result = self.shared.local
         self.on_host = first.device.type == "cpu"
         self.flat = self.shared.local if self.on_host else torch.zeros_like(self.shared.local, device=first.device)
-        self.views = list(views_of(self.flat, parameters))
+        self._cut: dict[int, list[Tensor]] = {}  # the views of each memory that was used, by its address
+        self._hold(self.flat)
         self._used: set[int] = set()
         for position, (_, parameter) in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(partial(self._accumulated, position))
 
-    @property
-    def gradients(self) -> Tensor:
-        """The flat gradients, [numel], without the use marks."""
-        return self.flat[: self.numel]
+    def _hold(self, memory: Tensor) -> None:
+        """From now on the gradients are those in `memory`, [numel + len(parameters)]."""
+        if memory.data_ptr() not in self._cut:  # once, not once a step
+            self._cut[memory.data_ptr()] = list(views_of(memory, self.parameters))
+        self.views = self._cut[memory.data_ptr()]
+        self.gradients = memory[: self.numel]
+        """The flat gradients, [numel], without the use marks, wherever they are now."""
 
     def named_views(self) -> Iterator[tuple[str, Tensor]]:
         """Each parameter's name and gradient."""
@@ -56,15 +64,14 @@ class Bucket:
 
     def move_to(self, shared: SharedBuffer) -> None:
         """From the next `zero()` on the gradients lie there: a buffer like the first, which peers may go on reading."""
-        if shared is not self.shared:
-            self.shared = shared
-            if self.on_host:
-                self.flat = shared.local
-                self.views = list(views_of(self.flat, self.parameters))
+        self.shared, self.result = shared, shared.local
+        if self.on_host:
+            self.flat = shared.local
 
     def zero(self) -> None:
         """Ready for a new step: no parameter has a gradient. The transport must be settled: peers read this memory."""
         self._used.clear()
+        self._hold(self.flat)
         for _, parameter in self.parameters:
             parameter.grad = None
 
@@ -82,11 +89,16 @@ class Bucket:
         if self.flat is not self.shared.local:
             self.shared.local.copy_(self.flat)
 
-    def collect(self) -> None:
-        """The sums have arrived: `.grad` is the sum over all workers, or None where no worker used the parameter."""
-        if self.flat is not self.shared.local:
-            self.flat.copy_(self.shared.local)
-        marks = self.shared.local[self.numel :].tolist()
+    def collect(self, copy: bool = False) -> None:
+        """The sums have arrived: `.grad` is the sum over all workers, or None where no worker used the parameter.
+
+        With `copy` they are this rank's own, to be changed as it likes: a common result is not to be written.
+        """
+        in_place = self.on_host and not copy
+        if not in_place and self.flat is not self.result:
+            self.flat.copy_(self.result)
+        self._hold(self.result if in_place else self.flat)
+        marks = self.result[self.numel :].tolist()
         for (_, parameter), view, mark in zip(self.parameters, self.views, marks, strict=True):
             parameter.grad = view if mark else None
 

@@ -1,8 +1,11 @@
-"""Every strategy, by the name that the command line knows it by. A new one is a class, and one line here."""
+"""Every strategy, by the name that the command line knows it by.
+
+A new one is a class, and one line here; an all-reduce algorithm has its strategy as soon as it is registered.
+"""
 
 from __future__ import annotations
 
-from torch_parallel.strategies.all_reduce import AllReduce, RingAllReduce
+from torch_parallel.strategies.all_reduce import ALL_REDUCE_STRATEGIES, AllReduce
 from torch_parallel.strategies.base import FromScratch, NotFinite, OptimizerFactory, Strategy
 from torch_parallel.strategies.builtin import DataParallelStrategy, DistributedDataParallelStrategy
 from torch_parallel.strategies.param_server import ParamServer
@@ -12,7 +15,7 @@ from torch_parallel.strategies.param_server_bounded import ParamServerBounded
 from torch_parallel.strategies.sharded import ShardedParamServer
 
 FROM_SCRATCH: dict[str, type[FromScratch]] = {
-    "ring_all_reduce": RingAllReduce,
+    **ALL_REDUCE_STRATEGIES,
     "param_server": ParamServer,
     "sharded_param_server": ShardedParamServer,
 }
@@ -44,7 +47,6 @@ __all__ = [
     "ParamServerAsync",
     "ParamServerBackup",
     "ParamServerBounded",
-    "RingAllReduce",
     "ShardedParamServer",
     "Strategy",
 ]

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 OptimizerFactory = Callable[[NamedParameters], Optimizer]
 
+ONLY_READ_GRADIENTS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+"""Optimizers that are known to leave `.grad` as it is. Some others change it, such as Rprop where it is vectorised."""
+
 
 class NotFinite(ArithmeticError):
     """A gradient is NaN or infinite."""
@@ -59,7 +62,9 @@ class Strategy(ABC):
     options: ClassVar[tuple[str, ...]] = ()
     """Fields of the run's configuration that this strategy is made with, beside those that all have."""
     common_parameters: ClassVar[bool] = False
-    """Whether the parameters of all ranks are one memory."""
+    """Whether the parameters of all ranks are one memory, where ranks have memory in common."""
+    common_sums: ClassVar[bool] = False
+    """Whether all ranks read the sums of the gradients in one memory, which nobody may write."""
     every_rank_computes: ClassVar[bool] = False
     """Whether a rank without samples takes part in forward and backward too, with an empty batch."""
 
@@ -259,17 +264,19 @@ class FromScratch(Strategy):
 
     def _norm_of_sums(self) -> float:
         """The norm of the reduced gradients, the same bits wherever it is asked for."""
-        return norm_of([bucket.shared.local[: bucket.numel] for bucket in self.buckets])
+        return norm_of([bucket.result[: bucket.numel] for bucket in self.buckets])
 
     def _optimize(self, bucket: Bucket, scale: float) -> None:
         with self._exchanging():
             self._settle()  # from here on the gradients may be written: by the scale, and by some optimizers
         with self._updating(bucket):
-            bucket.collect()
+            optimizer = self.optimizers[bucket.index]
+            only_reads = scale == 1.0 and type(optimizer) in ONLY_READ_GRADIENTS
+            bucket.collect(copy=self.common_sums and self.transport.world_size > 1 and not only_reads)
             self._stop_if_overflown(bucket.gradients, bucket.named_views())
             if scale != 1.0:
                 bucket.gradients.mul_(scale)
-            self.optimizers[bucket.index].step()
+            optimizer.step()
 
     def _stop_if_overflown(self, sums: Tensor, parts: Iterable[tuple[str, Tensor]]) -> None:
         if not self.skip_not_finite and (name := _not_finite(sums, parts)) is not None:

@@ -19,7 +19,7 @@ import torch
 from torch_parallel.collectives import broadcast_from, reduce_to
 from torch_parallel.gradients.buckets import Bucket, views_of
 from torch_parallel.strategies.base import FromScratch
-from torch_parallel.transport.base import SharedBuffer
+from torch_parallel.transport.buffer import SharedBuffer
 
 PUSH = reduce_to(0, root_contributes=False)
 PULL = broadcast_from(0)

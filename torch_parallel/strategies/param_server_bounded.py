@@ -26,7 +26,7 @@ from torch_parallel.gradients.buckets import Bucket
 from torch_parallel.strategies.param_server import PULL, ParamServer
 from torch_parallel.strategies.shares import Share
 from torch_parallel.strategies.tally import Tally
-from torch_parallel.transport.base import SharedBuffer
+from torch_parallel.transport.buffer import SharedBuffer
 
 SERVER = 0
 

@@ -14,6 +14,9 @@ so are the updates and the optimizer's state: the work is 1/P of what every rank
 et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020, shard the same way; there every
 rank has a copy of the parameters).
 
+Where links lie between the ranks nothing is in common: each rank has all parameters, and a third signal, an all-gather,
+brings those of the others' shards: reduce_scatter, update, all_gather.
+
 The first signal says that a rank has finished backward: nobody reads the old parameters any more, which may be written.
 The second is the acknowledgement of the first, given only after the update: the peers' gradients have been read, and
 this shard's parameters are those of the next step.
@@ -30,12 +33,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from torch_parallel.collectives import DIRECT_REDUCE_SCATTER, RING_ALL_GATHER
+from torch_parallel.collectives import DIRECT_ALL_GATHER, DIRECT_REDUCE_SCATTER, RING_ALL_GATHER
 from torch_parallel.collectives.schedule import chunk_bounds
 from torch_parallel.gradients.buckets import Bucket, NamedParameters, views_of
 from torch_parallel.strategies import optimizer_state
 from torch_parallel.strategies.base import FromScratch, OptimizerFactory, norm_of
 from torch_parallel.strategies.optimizer_state import States
+from torch_parallel.transport.buffer import SharedBuffer
 
 ELEMENTWISE = (SGD, Adam, AdamW)
 """What these make of an element depends on that element's gradient and state alone, so they may work on pieces."""
@@ -44,8 +48,8 @@ ELEMENTWISE = (SGD, Adam, AdamW)
 class ShardedParamServer(FromScratch):
     """See the module's docstring. All parameters of one type are one bucket, whatever `bucket_bytes` says.
 
-    After set-up the model's parameters are views of memory that all ranks share, so only `step` may change them; after
-    a step `.grad` means nothing. An optimizer is given pieces: flat, unless the whole parameter lies in the shard. On
+    After set-up the model's parameters are views of memory that peers reach, so only `step` may change them; after a
+    step `.grad` means nothing. An optimizer is given pieces: flat, unless the whole parameter lies in the shard. On
     GPUs the shards are updated on the host, and each rank copies the parameters from there.
 
     Raises ValueError for an optimizer that is not one of ELEMENTWISE.
@@ -57,6 +61,7 @@ class ShardedParamServer(FromScratch):
     def _make_optimizers(self, optimizer_factory: OptimizerFactory) -> None:
         rank, world_size = self.transport.rank, self.transport.world_size
         self.gradients = [bucket.shared.narrow(bucket.numel) for bucket in self.buckets]
+        self._copies: list[SharedBuffer] = []  # of all parameters, on every rank, where memory is not shared
         self.parameters = [self._share_parameters(bucket) for bucket in self.buckets]
         self.shards = [
             Shard(bucket, flat, rank, world_size, optimizer_factory)
@@ -91,6 +96,8 @@ class ShardedParamServer(FromScratch):
         super().step()
         with self._exchanging():
             self.transport.acknowledge()
+            for copy in self._copies:
+                self.transport.perform(DIRECT_ALL_GATHER, copy, "parameters")
             self.transport.settle()
             for bucket, flat in zip(self.buckets, self.parameters, strict=True):
                 if bucket.flat is not bucket.shared.local:
@@ -106,14 +113,18 @@ class ShardedParamServer(FromScratch):
         return norm_of([self._norms.local])
 
     def _share_parameters(self, bucket: Bucket) -> Tensor:
-        """All parameters of the bucket, [numel], in the memory of all ranks; on the CPU they move there."""
-        flat = self.transport.share_common(bucket.numel, bucket.flat.dtype)
+        """All parameters of the bucket, [numel], in memory that peers reach; on the CPU they move there."""
+        if self.transport.one_memory:
+            flat = self.transport.share_common(bucket.numel, bucket.flat.dtype)
+        else:
+            self._copies.append(self.transport.share(bucket.numel, bucket.flat.dtype))
+            flat = self._copies[-1].local
         for (_, parameter), view in zip(bucket.parameters, views_of(flat, bucket.parameters), strict=True):
-            if self.transport.rank == 0:
+            if self.transport.rank == 0 or not self.transport.one_memory:
                 view.copy_(parameter.detach())
             if bucket.flat is bucket.shared.local:
                 parameter.data = view
-        self.transport.agree("use the common parameters")  # rank 0 has written them
+        self.transport.agree("use the parameters there")  # rank 0 has written those that are in common
         return flat
 
     def optimizer_state(self) -> States:

@@ -28,6 +28,8 @@ def flags(config: RunConfig, names: tuple[str, ...] = COMPUTE + LINKS) -> dict[s
 def check(config: RunConfig) -> None:
     """Raises ValueError with one line: the flag, its value, and what would do."""
     builtin, links = config.strategy in BUILTIN, config.link is not None or config.latency is not None
+    common = STRATEGIES[config.strategy].common_sums
+    one_memory = f"{config.strategy} needs memory that all workers have in common, which links have not: take another"
     of_nodes = "it says something of emulated nodes: give --nodes too"
     unlike = f"{config.strategy} exchanges by torch's own means, which know no emulated links: take another --strategy"
     for name, good, why in (
@@ -35,6 +37,8 @@ def check(config: RunConfig) -> None:
         ("steps_csv", config.steps_csv is None or not builtin, f"what {config.strategy} waits for cannot be seen"),
         ("link", config.link is None or not builtin, unlike),
         ("latency", config.latency is None or not builtin, unlike),
+        ("link", config.link is None or not common, f"{one_memory} --strategy"),
+        ("latency", config.latency is None or not common, f"{one_memory} --strategy"),
         ("nodes", config.nodes is None or config.nodes >= 1, "at least 1 node is needed"),
         (
             "nodes",

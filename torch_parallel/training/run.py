@@ -141,14 +141,17 @@ def _checkpoint_to_resume(config: RunConfig, dataset_name: str) -> tuple[str, st
 
 
 def _check_the_machine(config: RunConfig, dataset: Dataset, make_model: Callable[[], nn.Module]) -> None:
+    strategy = STRATEGIES[config.strategy]
+    one_memory = emulation.topology(config) is None
     required = preflight.needs(
         make_model,
         itemsize=getattr(torch, config.dtype).itemsize,
         n=config.process_count,
-        has_server=STRATEGIES[config.strategy].server_count > 0,
+        has_server=strategy.server_count > 0 or (strategy.common_parameters and not one_memory),
         bucket_bytes=int(config.bucket_mb * 2**20),
         data_bytes=sum(getattr(dataset, name).nbytes for name in TENSORS),
-        common_parameters=STRATEGIES[config.strategy].common_parameters,
+        common_parameters=strategy.common_parameters and one_memory,
+        common_sums=strategy.common_sums,
         staleness=config.staleness,
     )
     if required is not None:

@@ -6,9 +6,14 @@ the peer's memory. Nothing is packed, staged or sent: the receiver pulls.
 
 The contract, which `tests/transport/test_conformance.py` holds against every transport:
 - All ranks call `share`, `perform` and `agree` in the same order; `agree` and `share` compare what the ranks ask for.
-- After `perform` returns, this rank's buffer holds its result. Peers may still be reading it until `settle` returns;
-  nobody may write into a shared buffer before that. A rank that performs with `acknowledge=False` keeps its peers from
-  settling until it calls `acknowledge`: what it wrote until then, anywhere, is visible to them when they have settled.
+- `perform` returns this rank's result: its buffer where the collective works in place, else a region of its own, which
+  stays as it is until this rank performs something on the buffer again, or on what was narrowed from the same.
+- Peers may still be reading the buffer until `settle` returns; nobody may write into it before that. A rank that
+  performs with `acknowledge=False` keeps its peers from settling until it calls `acknowledge`: what it wrote until
+  then, anywhere, is visible to them when they have settled.
+- A common result is one memory for all ranks, so nobody writes into it. A slow reader is safe: by beginning
+  the next performance on the buffer a rank says that it is done with the last result, and whoever writes a common chunk
+  has waited for all ranks to say so. That every schedule does wait is proved, not hoped for.
 - `share_common` gives one buffer that all ranks write; who writes what and when is theirs to order by the signals of
   the schedules that they perform.
 - Beside schedules, in which every rank knows what comes next, a rank may serve whoever comes first: `arrivals` waits
@@ -25,15 +30,15 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_parallel.collectives.proof import examine
-from torch_parallel.collectives.schedule import Collective, Receive, Send, chunk_bounds
+from torch_parallel.collectives.schedule import Collective, Send
+from torch_parallel.transport.buffer import Memory, Plan, Pull, SharedBuffer, nothing
 from torch_parallel.transport.signals import READ, READY, Signals, WaitTimeout
 
 TEXT_LIMIT = 200
@@ -59,37 +64,6 @@ class Transfer:
     reduce: bool  # added to the receiver's chunk, not copied over it
 
 
-# One receive, ready to perform: the source, the bound `add_` or `copy_` of my chunk, the peer's chunk, and which it is.
-Pull = tuple[int, Callable[[Tensor], Any], Tensor, bool]
-
-
-@dataclass
-class Plan:
-    """A schedule bound to the memory of one buffer: the views of all chunks are cut once, here."""
-
-    rounds: list[tuple[list[int], list[Pull]]]
-    acknowledge: list[int]  # whom to tell that I have read the last of theirs
-    readers: list[int]  # who will tell me so
-    received: list[tuple[int, int]]  # bytes read from each peer, once per performance
-
-
-@dataclass
-class SharedBuffer:
-    """One buffer of every rank: `parts[r]` is rank r's, [numel], readable by all; `local` is this rank's own."""
-
-    parts: list[Tensor]
-    rank: int
-    plans: dict[Collective, Plan] = field(default_factory=dict)
-
-    @property
-    def local(self) -> Tensor:
-        return self.parts[self.rank]
-
-    def narrow(self, numel: int) -> SharedBuffer:
-        """The first `numel` elements of every rank's buffer."""
-        return SharedBuffer([part[:numel] for part in self.parts], self.rank)
-
-
 class Transport(ABC):
     """Performs schedules for one rank. See the module's docstring for the contract."""
 
@@ -99,6 +73,8 @@ class Transport(ABC):
         self.observer: Callable[[Transfer], None] | None = None
         self.over_link: Callable[[Pull], Pull] = lambda pull: pull
         """What emulated links make of each receive, once, when a schedule is bound (see `links.py`)."""
+        self.one_memory = True
+        """Whether what one rank writes into common memory is there for all at once; not where links lie between."""
         self._signals = signals
         self._unsettled: list[tuple[int, str]] = []  # who still reads, and what
         self._unacknowledged: list[int] = []  # whose memory this rank has read, and has not said so
@@ -165,10 +141,12 @@ class Transport(ABC):
 
     def perform(
         self, collective: Collective, buffer: SharedBuffer, purpose: str = "", *, acknowledge: bool = True
-    ) -> None:
-        """Performs this rank's part of the schedule on the buffer, in place.
+    ) -> Tensor:
+        """Performs this rank's part of the schedule on the buffer and returns its result, [numel].
 
-        With `acknowledge=False` peers settle only when this rank calls `acknowledge`.
+        The first time, the memory that the collective needs besides the buffer is allocated; for a common result all
+        ranks meet then. With `acknowledge=False` peers settle only when this rank calls `acknowledge`. Raises
+        TransportError, and ValueError for a size that cannot be cut as the collective needs it.
         """
         plan = buffer.plans.get(collective)
         if plan is None:
@@ -201,6 +179,7 @@ class Transport(ABC):
         else:
             self._unacknowledged += plan.acknowledge
         self._unsettled += [(reader, doing) for reader in plan.readers]
+        return plan.result
 
     def acknowledge(self) -> None:
         """Tells the peers that this rank is done with their memory, and with what it does before they may go on."""
@@ -230,7 +209,7 @@ class Transport(ABC):
         wait_start_s = time.perf_counter()
         self._wait(READY, peer, doing, 0)
         for buffer in put:
-            self._receive((peer, _nothing, buffer.local, False), doing, wait_start_s)
+            self._receive((peer, nothing, buffer.local, False), doing, wait_start_s)
             wait_start_s = time.perf_counter()
 
     def arrivals(self, peers: list[int], doing: str) -> list[int]:
@@ -277,23 +256,27 @@ class Transport(ABC):
             raise TransportError(f"rank {self.rank}, {doing}: {timeout}") from None
 
     def _bind(self, collective: Collective, buffer: SharedBuffer) -> Plan:
-        bounds = chunk_bounds(buffer.local.numel(), collective.chunk_count(self.world_size))
+        if collective.common_result and not self.one_memory:
+            raise ValueError(
+                f"{collective.name} needs memory that all ranks have in common, and links lie between them"
+            )
+        memory = Memory(collective, buffer, self.world_size, self.share_common)
         rounds: list[tuple[list[int], list[Pull]]] = []
+        received: Counter[int] = Counter()
         for actions in collective.rounds(self.rank, self.world_size):
             targets = [action.to for action in actions if isinstance(action, Send)]
-            pulls = [self.over_link(_pull(action, buffer, bounds)) for action in actions if isinstance(action, Receive)]
+            pulls = [self.over_link(pull) for pull in memory.pulls(actions)]
             rounds.append((targets, pulls))
-        # Only reads that the schedule's own messages do not prove finished need a signal of their own.
-        unfinished = _unfinished_reads(collective, self.world_size)
-        received: Counter[int] = Counter()
-        for _, pulls in rounds:
             for source, _, theirs, _ in pulls:
                 received[source] += theirs.nbytes
+        # Only reads that the schedule's own messages do not prove finished need a signal of their own.
+        unfinished = _unfinished_reads(collective, self.world_size)
         return Plan(
             rounds,
             acknowledge=[source for reader, source in unfinished if reader == self.rank],
             readers=[reader for reader, source in unfinished if source == self.rank],
             received=list(received.items()),
+            result=memory.result,
         )
 
 
@@ -301,14 +284,3 @@ class Transport(ABC):
 def _unfinished_reads(collective: Collective, world_size: int) -> list[tuple[int, int]]:
     """(reader, source) pairs; worked out once a schedule, however many buffers it is performed on."""
     return sorted(examine(collective, world_size).unfinished_reads)
-
-
-def _nothing(theirs: Tensor) -> None:
-    """What is left to do of a receive whose sender has written it in place."""
-
-
-def _pull(receive: Receive, buffer: SharedBuffer, bounds: list[int]) -> Pull:
-    start, stop = bounds[receive.chunks.start], bounds[receive.chunks.stop]
-    mine, theirs = buffer.local[start:stop], buffer.parts[receive.source][start:stop]
-    operation = mine.add_ if receive.reduce else mine.copy_
-    return receive.source, operation, theirs, receive.reduce

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_parallel.topology import Topology
-from torch_parallel.transport.base import Pull
+from torch_parallel.transport.buffer import Pull
 from torch_parallel.transport.signals import WaitTimeout
 
 SPIN_S = 0.001

@@ -78,7 +78,8 @@ class SharedMemoryTransport(Transport):
         self._agreements = 0
         if wiring.links is not None:
             lock = FileLock(wiring.arena.fd, deadline_s)
-            self.over_link = EmulatedLinks(wiring.links, rank, wiring.table(3), lock, deadline_s).slowed
+            links = EmulatedLinks(wiring.links, rank, wiring.table(3), lock, deadline_s)
+            self.over_link, self.one_memory = links.slowed, False
 
     def _allocate(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """Each buffer begins on a page of its own; all of them are one mapping."""

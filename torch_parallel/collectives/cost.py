@@ -1,0 +1,114 @@
+"""How long a collective takes, worked out from its schedule: no formula of its own, so none that can be wrong about it.
+
+A message costs alpha seconds and beta seconds a byte, and adding a byte costs gamma (Hockney, "The communication
+challenge for MPP", 1994; with gamma as in Thakur, Rabenseifner and Gropp, 2005). Links are full duplex: a rank receives
+one message at a time and in the order listed, as the transport performs them, and can be read by one rank at a time.
+All clocks start together. A round begins when the last one has ended, and its sends are signalled then.
+
+What follows from the schedules, for P ranks and S bytes, as the tests compare:
+
+    ring                2(P-1) alpha + 2(P-1)/P S beta + (P-1)/P S gamma
+    halving_doubling    2 log2 P alpha + 2(P-1)/P S beta + (P-1)/P S gamma      (P a power of two)
+    tree                2 log2 P (alpha + S beta) + log2 P S gamma              (P a power of two)
+    two_shot            2(P-1) alpha + 2(P-1)/P S beta + (P-1)/P S gamma
+    reduce_broadcast    2(P-1)(alpha + S beta) + (P-1) S gamma
+    all_gather_average  (P-1)(alpha + S beta) + (P-1) S gamma
+
+Where messages to different peers overlap fully, the two shots' 2(P-1) alpha would be 2 alpha; here each is waited for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from torch_parallel.collectives.schedule import Collective, Local, Receive, Round, Send, chunk_bounds
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds a message, a byte moved, and a byte added."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+    gamma_s_per_byte: float = 0.0
+
+
+def predicted_s(collective: Collective, world_size: int, nbytes: int, rates: Rates) -> float:
+    """Seconds until the last of `world_size` ranks is done with a buffer of `nbytes` bytes.
+
+    Raises ValueError for a schedule that gets stuck; `proof.prove` says why.
+    """
+    return _Clocks(collective, world_size, nbytes, rates).run()
+
+
+class _Clocks:
+    """Performs the receives of all ranks in the order in which they start."""
+
+    def __init__(self, collective: Collective, world_size: int, nbytes: int, rates: Rates) -> None:
+        ranks = range(world_size)
+        self.rates = rates
+        self.chunk_count = collective.chunk_count(world_size)
+        self.bounds = chunk_bounds(nbytes, self.chunk_count)
+        self.common = collective.common_chunks(world_size)
+        self.programs = [deque(collective.rounds(rank, world_size)) for rank in ranks]
+        self.steps: list[deque[Receive | Local]] = [deque() for _ in ranks]  # what is left of each rank's round
+        self.now_s = [0.0] * world_size
+        self.readable_s = [0.0] * world_size  # when the last read of each rank's memory has ended
+        self.signals: dict[tuple[int, int], deque[tuple[float, int]]] = {(a, b): deque() for a in ranks for b in ranks}
+        self.signal_count = 0
+
+    def run(self) -> float:
+        for rank in range(len(self.programs)):
+            self._advance(rank)
+        while starts := [start for rank in range(len(self.programs)) if (start := self._next_start(rank))]:
+            start_s, _, rank = min(starts)
+            self._receive(rank, start_s)
+            self._advance(rank)
+        if any(self.steps):
+            raise ValueError("the schedule gets stuck")
+        return max(self.now_s)
+
+    def _advance(self, rank: int) -> None:
+        """Does what needs no peer: moves of its own, and the signals of the rounds that begin."""
+        while True:
+            while self.steps[rank] and isinstance(self.steps[rank][0], Local):
+                self.now_s[rank] += self._own_s(self.steps[rank].popleft())
+            if self.steps[rank] or not self.programs[rank]:
+                return
+            self._begin(rank, self.programs[rank].popleft())
+
+    def _begin(self, rank: int, this: Round) -> None:
+        for operation in this:
+            if isinstance(operation, Send):
+                self.signals[rank, operation.to].append((self.now_s[rank], self.signal_count))
+                self.signal_count += 1
+            else:
+                self.steps[rank].append(operation)
+
+    def _next_start(self, rank: int) -> tuple[float, int, int] | None:
+        """When this rank's next receive can start; of several at one time, the first that was signalled goes first."""
+        step = self.steps[rank][0] if self.steps[rank] else None
+        if not isinstance(step, Receive) or not self.signals[step.source, rank]:
+            return None
+        signalled_s, number = self.signals[step.source, rank][0]
+        return max(self.now_s[rank], signalled_s, self.readable_s[step.source]), number, rank
+
+    def _receive(self, rank: int, start_s: float) -> None:
+        step = self.steps[rank].popleft()
+        assert isinstance(step, Receive)
+        self.signals[step.source, rank].popleft()
+        nbytes = self._bytes(step.chunks)
+        self.readable_s[step.source] = start_s + self.rates.alpha_s + nbytes * self.rates.beta_s_per_byte
+        self.now_s[rank] = self.readable_s[step.source] + step.reduce * nbytes * self.rates.gamma_s_per_byte
+
+    def _own_s(self, move: Receive | Local) -> float:
+        rate = self.rates.gamma_s_per_byte if move.reduce else self.rates.beta_s_per_byte
+        return self._bytes(move.chunks) * rate
+
+    def _bytes(self, chunks: range) -> int:
+        """Bytes that move: none of a common chunk."""
+        if chunks and chunks.start in self.common:
+            return 0
+        first = chunks.start // self.chunk_count * self.chunk_count
+        return self.bounds[chunks.stop - first] - self.bounds[chunks.start - first]
