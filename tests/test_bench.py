@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from torch_parallel import bench, launch
-from torch_parallel.bench import all_reduce, step
-from torch_parallel.bench.all_reduce import Timing
+from torch_parallel.bench import collectives, mpi, operations, step
+from torch_parallel.bench.collectives import Timing
 from torch_parallel.collectives import ALL_REDUCE
 from torch_parallel.communicator import Communicator
-from torch_parallel.strategies import FROM_SCRATCH
 from torch_parallel.training.config import ConfigError
+
+KINDS = ("ring_all_reduce", "two_shot_in_place", "param_server", "sharded_param_server")
 
 
 def figures(results_dir: Path) -> tuple[list[dict[str, str]], dict[str, Any]]:
@@ -31,58 +32,105 @@ def figures(results_dir: Path) -> tuple[list[dict[str, str]], dict[str, Any]]:
 
 
 def test_a_row_by_hand() -> None:
-    """8 MB in a median of 4 ms; a ring of four moves 2 * 3/4 of them over each link."""
-    timing = Timing("ring", 8_000_000, [0.001, 0.003, 0.004, 0.005, 0.010], error=1e-7)
+    """8 MB in a median of 4 ms; a ring of four moves 2 * 3/4 of them over each link, an all-gather 3/4."""
+    timing = Timing("all_reduce", "ring", 8_000_000, [0.001, 0.003, 0.004, 0.005, 0.010])
     row = timing.row(n=4, peer_s=0.006)
-    assert (row["time_us"], row["algbw"], row["busbw"]) == (4000, 2, 3)
+    assert (row["time_us"], row["algbw"], row["busbw"], row["count"]) == (4000, 2, 3, 2_000_000)
     assert row["times_faster_than_gloo"] == 1.5
-    assert (row["way"], row["n"], row["size_bytes"], row["error"], row["repeats"]) == ("ring", 4, 8_000_000, 1e-7, 5)
+    assert (row["way"], row["n"], row["size_bytes"], row["wrong"], row["repeats"]) == ("ring", 4, 8_000_000, 0, 5)
     assert 1000 <= row["lower_quartile_us"] < 4000 < row["upper_quartile_us"] <= 10_000
+    assert Timing("all_gather", "ring", 8_000_000, [0.004] * 3).row(4, 0.004)["busbw"] == 1.5
+    assert Timing("broadcast", "tree", 8_000_000, [0.004] * 3).row(4, 0.004)["busbw"] == 2
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_all_reduce(n: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bench.main(["all_reduce", "--n_gpus", str(n), "--largest_mb", "0.02", "--results_dir", str(tmp_path)])
+def test_sizes_are_cut_to_what_the_ranks_divide_and_a_barrier_has_none() -> None:
+    jobs = collectives.jobs_of(["all_gather", "barrier"], 3, 20_000)
+    assert [(operation, size) for operation, size, _ in jobs] == [
+        ("all_gather", 4092),
+        ("all_gather", 16380),
+        ("barrier", 0),
+    ]
+    repeats = [repeats for _, _, repeats in collectives.jobs_of(["reduce"], 2, 400 << 20)]
+    assert repeats == sorted(repeats, reverse=True) and repeats[0] == 200 and repeats[-1] == 9
+
+
+def test_what_is_expected_of_three_ranks_by_hand() -> None:
+    """Tables of three rows of two; rank r adds r to each element."""
+    table = torch.tensor([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
+
+    def rows(operation: str, rank: int) -> list[list[float]]:
+        promised = operations.expected(operation, table, rank)
+        return [] if promised is None else promised[1].tolist()
+
+    assert rows("all_reduce", 1) == rows("reduce", 0) == [[6, 9], [33, 63], [303, 603]]
+    assert rows("reduce", 1) == rows("gather", 2) == rows("barrier", 0) == []
+    assert rows("broadcast", 2) == table.tolist()
+    assert rows("all_gather", 2) == rows("gather", 0) == [[1, 2], [11, 21], [102, 202]]
+    assert rows("scatter", 1) == [[10, 20]]
+    assert rows("reduce_scatter", 1) == [[33, 63]]
+    assert rows("all_to_all", 1) == [[10, 20], [11, 21], [12, 22]]
+
+
+def test_all_reduce(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives.mpi, "why_not", lambda: "this test has none")
+    bench.main(["all_reduce", "--n_gpus", "2", "3", "--largest_mb", "0.02", "--results_dir", str(tmp_path)])
     rows, manifest = figures(tmp_path)
-    ways = ["gloo", *(way for name in ALL_REDUCE for way in (name, f"{name}, ordinary tensor"))]
-    assert [(row["way"], int(row["size_bytes"])) for row in rows] == [
-        (way, size) for size in (4096, 16384) for way in ways
+    ways = ["gloo", *ALL_REDUCE, "ring, ordinary tensor"]
+    sizes = {2: (4096, 16384), 3: (4092, 16380)}
+    assert [(row["way"], int(row["n"]), int(row["size_bytes"])) for row in rows] == [
+        (way, n, size) for n in (2, 3) for size in sizes[n] for way in ways
     ]
     output = capsys.readouterr().out.splitlines()
-    assert len(output) == 1 + len(rows) + 2 and str(next(tmp_path.iterdir())) in output[-1]
-    for row, line in zip(rows, output[1:], strict=False):
-        assert float(row["error"]) < 1e-6
-        assert int(row["n"]) == n and int(row["repeats"]) >= 15
-        seconds = float(row["time_us"]) / 1e6
+    assert output[0] == "beside gloo's; MPI's are left out: this test has none"
+    lines = [line for line in output if "float" in line]
+    for row, line in zip(rows, lines, strict=True):
+        assert row["wrong"] == "0" and int(row["repeats"]) == 400
+        seconds, n = float(row["time_us"]) / 1e6, int(row["n"])
         assert seconds > 0
         algorithm_bandwidth = int(row["size_bytes"]) / seconds / 1e9
         assert float(row["algbw"]) == pytest.approx(algorithm_bandwidth, rel=0.01, abs=1e-4)
         assert float(row["busbw"]) == pytest.approx(2 * (n - 1) / n * algorithm_bandwidth, rel=0.01, abs=1e-4)
         assert row["way"] in line and f"{int(row['size_bytes']):,}" in line
-    for size in ("4096", "16384"):
-        of_size = {row["way"]: row for row in rows if row["size_bytes"] == size}
-        assert float(of_size["gloo"]["times_faster_than_gloo"]) == 1
-        ratio = float(of_size["gloo"]["time_us"]) / float(of_size["ring"]["time_us"])
-        assert float(of_size["ring"]["times_faster_than_gloo"]) == pytest.approx(ratio, rel=0.01)
-    assert (manifest["status"], manifest["n"]) == ("completed", n)
-    assert {"command", "commit", "machine", "versions", "threads"} <= manifest.keys()
+    of_size = {row["way"]: row for row in rows if row["size_bytes"] == "4096"}
+    assert float(of_size["gloo"]["times_faster_than_gloo"]) == 1
+    ratio = float(of_size["gloo"]["time_us"]) / float(of_size["ring"]["time_us"])
+    assert float(of_size["ring"]["times_faster_than_gloo"]) == pytest.approx(ratio, rel=0.01)
+    assert (manifest["status"], manifest["counts"]) == ("completed", [2, 3])
+    assert {"command", "commit", "machine", "versions", "threads", "mpi"} <= manifest.keys()
 
 
-def errors_of_ways(communicator: Communicator) -> list[float]:
+def test_every_collective_gives_the_right_result_by_all_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo's are checked by the same rule, so the rule is right about what each operation means."""
+    monkeypatch.setattr(collectives, "MOST_REPEATS", 2)
+    monkeypatch.setattr(collectives, "FEWEST_REPEATS", 2)
+    bench.main(["collectives", "--n_gpus", "3", "--largest_mb", "0.004", "--results_dir", str(tmp_path)])
+    rows, _ = figures(tmp_path)
+    assert {row["collective"] for row in rows} == set(operations.ALGORITHMS)
+    assert {row["wrong"] for row in rows} == {"0"}
+    assert {row["way"] for row in rows} >= {name for each in operations.ALGORITHMS.values() for name in each}
+
+
+def wrong_of_ways(communicator: Communicator) -> list[int]:
     """Of one way that sums and one that does nothing."""
-    mine = torch.arange(8.0) + communicator.rank
-    expected = 2 * torch.arange(8.0).double() + 1
-    target = torch.empty(8)
-    ways = {"right": (target, partial(communicator.all_reduce, target)), "wrong": (target, lambda: None)}
-    _, errors = all_reduce._alternate(communicator, ways, mine, expected, repeats=3)
-    return errors.tolist()
+    start = operations.base(2, 4)
+    target = torch.empty(2, 4)
+    ways = {"right": (target, partial(communicator.all_reduce, target)), "wrong": (target, lambda: target)}
+    promised = operations.expected("all_reduce", start, communicator.rank)
+    _, wrong = collectives._alternate(communicator, ways, start, torch.empty(2, 4), promised, repeats=3)
+    return wrong.tolist()
 
 
 def test_a_wrong_result_is_noticed_on_every_rank() -> None:
-    """Rank r holds r .. r + 7; the sums are 1, 3, ... 15."""
-    by_rank = launch(errors_of_ways, 2, deadline_s=30)
-    # the largest error of doing nothing: on rank 0, 15 - 7; on rank 1, 15 - 8
-    assert by_rank == [[0.0, pytest.approx(8 / 15)], [0.0, pytest.approx(7 / 15)]]
+    """Of 8 elements, in the first and the last repeat. Base 0 .. 7: on rank 1, 0 + 1 happens to be the sum 2 * 0 + 1."""
+    assert launch(wrong_of_ways, 2, deadline_s=30) == [[0, 16], [0, 14]]
+
+
+@pytest.mark.skipif(mpi.why_not() is not None, reason=f"MPI's collectives: {mpi.why_not()}")
+def test_mpi_performs_the_same_operations() -> None:
+    jobs = [(operation, 0 if operation == "barrier" else 48, 2) for operation in operations.ALGORITHMS]
+    found = mpi.measure(2, jobs, threads=1)
+    assert [each["operation"] for each in found] == list(operations.ALGORITHMS)
+    assert all(each["wrong"] == 0 and len(each["seconds"]) == 2 for each in found)
 
 
 def test_an_epoch_beside_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,12 +161,12 @@ def test_an_epoch_beside_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_steps_beside_ddp(optimizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A server too, which is one process more. The sides train the same: their parameters differ by rounding."""
     bench.main(
-        ["step", "--strategy", *FROM_SCRATCH, "--parameters_m", "0.1", "--steps", "2", "--repeats", "3"]
+        ["step", "--strategy", *KINDS, "--parameters_m", "0.1", "--steps", "2", "--repeats", "3"]
         + ["--optimizer", optimizer, "--batch_size", "5", "--results_dir", str(tmp_path)]
     )
     rows, manifest = figures(tmp_path)
     assert [(row["side"], row["beside"]) for row in rows] == [
-        pair for name in FROM_SCRATCH for pair in ((name, "ddp"), ("ddp", name))
+        pair for name in KINDS for pair in ((name, "ddp"), ("ddp", name))
     ]
     assert 95_000 < manifest["parameters"] < 105_000
     assert (manifest["status"], manifest["n"]) == ("completed", 2)

