@@ -121,7 +121,7 @@ def wrong_of_ways(communicator: Communicator) -> list[int]:
 
 
 def test_a_wrong_result_is_noticed_on_every_rank() -> None:
-    """Of 8 elements, in the first and the last repeat. Base 0 .. 7: on rank 1, 0 + 1 happens to be the sum 2 * 0 + 1."""
+    """Of 8 elements, twice. They are 0 .. 7 and the rank more: on rank 1, 0 + 1 happens to be the sum 2 * 0 + 1."""
     assert launch(wrong_of_ways, 2, deadline_s=30) == [[0, 16], [0, 14]]
 
 
