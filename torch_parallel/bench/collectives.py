@@ -213,7 +213,7 @@ def bench_collectives(operations: list[str], arguments: list[str]) -> None:
     for n in options.n_gpus:
         if n < 2:
             raise ConfigError(f"--n_gpus {n}: it takes at least 2 processes to exchange anything")
-    if options.largest_mb * 2**20 < SIZES_BYTES[0]:
+    if not options.largest_mb * 2**20 >= SIZES_BYTES[0]:  # nan too
         raise ConfigError(f"--largest_mb {options.largest_mb}: the smallest size is {SIZES_BYTES[0]} bytes")
     missing = mpi.why_not()
     folder = RunFolder(options.results_dir, f"bench_{name}_n{'_'.join(map(str, options.n_gpus))}")
