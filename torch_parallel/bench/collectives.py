@@ -6,6 +6,7 @@ timed of a buffer that was shared beforehand includes waiting until the peers ha
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import tempfile
@@ -20,16 +21,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_parallel.bench import mpi
-from torch_parallel.bench.common import recorded, save, start_gloo
+from torch_parallel.bench.common import recorded, save, start_gloo, write_table
+from torch_parallel.bench.fit import Measured, compared, fit, told
 from torch_parallel.bench.operations import ALGORITHMS, base, bus_factor, by_gloo, expected
-from torch_parallel.collectives import Collective
+from torch_parallel.collectives import ALL_REDUCE, Collective
 from torch_parallel.communicator import Communicator
-from torch_parallel.devices import threads_per_worker
+from torch_parallel.devices import threads_per_worker, usable_cpus
 from torch_parallel.launcher import launch
 from torch_parallel.results import RunFolder
 from torch_parallel.training.config import ConfigError, OneLineParser
 
-SIZES_BYTES = tuple(size << 10 for size in (4, 16, 64, 256)) + tuple(size << 20 for size in (1, 4, 16, 64, 100, 400))
+SIZES_BYTES = (*(size << 10 for size in (4, 16, 64, 256)), *(size << 20 for size in (1, 2, 4, 8, 16, 32, 64, 100, 400)))
 WARM_UP = 3
 BYTES_PER_SIZE = (2 << 30) // 10
 """So much is moved at each size, within the bounds on the number of repeats."""
@@ -234,4 +236,23 @@ def bench_collectives(operations: list[str], arguments: list[str]) -> None:
     if wrong:
         sys.exit(f"wrong results, so no figure above means anything: {', '.join(wrong)}")
     print("\nbandwidths in GB/s; times are medians of the slowest rank's; x gloo = gloo's time / this one's")
+    _save_fit(folder, rows)
     save(folder, rows)
+
+
+def _save_fit(folder: RunFolder, rows: list[dict[str, Any]]) -> None:
+    """fit.json and fit.csv: what the all-reduces' timings make of alpha, beta and gamma, and how well that predicts."""
+    timings = [
+        Measured(row["way"], row["n"], row["size_bytes"], row["time_us"] / 1e6)
+        for row in rows
+        if row["way"] in ALL_REDUCE
+    ]
+    processors = usable_cpus()
+    try:
+        made = fit(timings, processors)
+    except ValueError:
+        return  # too few sizes were asked for
+    compared_rows = compared(timings, made, processors)
+    (folder.path / "fit.json").write_text(json.dumps(made.as_json() | {"processors": processors}, indent=2) + "\n")
+    write_table(folder.path / "fit.csv", compared_rows)
+    print("\n".join(told(compared_rows)))

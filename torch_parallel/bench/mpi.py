@@ -70,7 +70,7 @@ def measure(n: int, jobs: list[tuple[str, int, int]], threads: int) -> list[dict
 
 
 def main(file: str, jobs: list[tuple[str, int, int]]) -> None:
-    from mpi4py import MPI  # type: ignore[import-not-found,unused-ignore]
+    from mpi4py import MPI
 
     world = MPI.COMM_WORLD
     results = [_time(world, MPI, *job) for job in jobs]
