@@ -13,13 +13,14 @@ but B (Renyi, 1953).
 
 from __future__ import annotations
 
+import json
 import statistics
 from pathlib import Path
 
 from matplotlib.axes import Axes
 
 from torch_parallel.analysis.figure import Figure, style
-from torch_parallel.analysis.runs import Run, by_setting, held_equal, read_runs, spread
+from torch_parallel.analysis.runs import Run, by_setting, held_equal, read_runs, select, spread
 from torch_parallel.collectives import ALL_REDUCE, COLLECTIVES, Collective
 from torch_parallel.collectives.cost import Rates, predicted_s
 from torch_parallel.topology import Topology
@@ -173,8 +174,16 @@ def expected_exchange_s(run: Run, nbytes: int) -> float:
     return sum(predicted_s(each, run.n, nbytes, rates) for each in collectives_of(run.strategy))
 
 
-def links(folder: str | Path, nbytes: int) -> Figure:
-    """Exchange of a step of `nbytes` of gradients over links that are alike, and with one slower; bars are measured."""
+def gradient_bytes(runs: list[Run]) -> float:
+    """Of the buffer that a step exchanges: in the ring's first epoch rank 0 received 2(n - 1)/n of it in each step."""
+    ring = select(runs, strategy="ring_all_reduce")[0]
+    received = sum(json.loads(ring.setting("received_bytes")))
+    return float(received / int(ring.setting("steps")) * ring.n / (2 * (ring.n - 1)))
+
+
+def links(folder: str | Path) -> Figure:
+    """What a step takes besides computing, over links that are alike, and with one slower; bars are measured."""
+    nbytes = round(gradient_bytes(read_runs(folder)))
     groups = by_setting(read_runs(folder), "link")
     figure = Figure(9.5, 4.2)
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
@@ -194,9 +203,10 @@ def links(folder: str | Path, nbytes: int) -> Figure:
     return figure
 
 
-def links_found(folder: str | Path, nbytes: int) -> str:
-    """Measured and predicted for each strategy; the order in which they come."""
-    lines = []
+def links_found(folder: str | Path) -> str:
+    """Measured and predicted for each strategy."""
+    nbytes = round(gradient_bytes(read_runs(folder)))
+    lines = [f"{nbytes:,} bytes of gradients; predicted with the slowest link in the place of all"]
     for link, runs in by_setting(read_runs(folder), "link").items():
         lines.append(f"links of {link}:")
         for strategy, of_strategy in by_setting(runs, "strategy").items():

@@ -30,6 +30,13 @@ def about(folder: str | Path) -> str:
     )
 
 
+def made(folder: str | Path) -> str:
+    """The same of a bench."""
+    told = manifest(folder)
+    when = told["started"][:16].replace("T", " ")
+    return f"{told['command']}\n{when}: {machine_told(told)}, commit {told['commit'][:12]}"
+
+
 def summary(
     folder: str | Path,
     apart: tuple[str, ...] = ("model",),
