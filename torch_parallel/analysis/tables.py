@@ -42,7 +42,8 @@ def experiments_table(results_dir: str | Path = "results") -> str:
     note = (
         f"Medians (least to largest) over the seeds; {machine_told(about)}, {about['started'][:10]}. Accuracy is that "
         f"of the last epoch. Each pair of rows has the same data, order, global batch, steps, evaluation and "
-        f"processors; only beside DataParallel do BatchNorm and dropout make mobilenet_v2 another training. From {' and '.join(notes)} in `results/`."
+        f"processors; only beside DataParallel do BatchNorm and dropout make mobilenet_v2 another training. "
+        f"From {' and '.join(notes)} in `results/`."
     )
     return "\n".join([*lines, "", note])
 
