@@ -49,8 +49,8 @@ def test_grids_repeat_each_cell_at_least_three_times_and_no_two_cells_are_one(na
     assert len(EXPERIMENTS[name].seeds) >= len(SEEDS) == 3 and len(set(cells)) == len(cells)
     assert all(cell.threads >= 1 for cell in cells)
     models = {dict(cell.flags)["model"] for cell in cells}
-    builtin_too = name in ("param_server", "ring_all_reduce", "scaling")
-    assert models == ({"cnn", "mobilenet_v2"} if builtin_too else {"cnn"})
+    both = {"param_server": {"cnn", "mobilenet_v2"}, "ring_all_reduce": {"cnn", "mobilenet_v2"}}
+    assert models == (both | {"scaling_mobilenet_v2": {"mobilenet_v2"}}).get(name, {"cnn"})
 
 
 def test_the_grids_are_those_that_were_asked_for() -> None:

@@ -42,16 +42,14 @@ class Fit:
     """Rates by the size of the buffer."""
 
     alpha_s: float
-    anchors: tuple[tuple[int, float, float], ...]
-    """Bytes, beta and gamma in seconds a byte, in the order of the bytes."""
+    anchors: tuple[tuple[int, float, float, float], ...]
+    """Bytes, beta and gamma in seconds a byte, and the contention, in the order of the bytes."""
 
     def at(self, nbytes: int) -> Rates:
         """The rates for a buffer of that size; beyond the anchors those of the nearest."""
-        sizes = [math.log(size) for size, _, _ in self.anchors]
-        beta, gamma = (
-            float(numpy.interp(math.log(nbytes), sizes, [anchor[index] for anchor in self.anchors])) for index in (1, 2)
-        )
-        return Rates(self.alpha_s, beta, gamma)
+        sizes = [math.log(anchor[0]) for anchor in self.anchors]
+        columns = list(zip(*self.anchors, strict=True))[1:]
+        return Rates(self.alpha_s, *(float(numpy.interp(math.log(nbytes), sizes, column)) for column in columns))
 
     def predicted_s(self, algorithm: str, n: int, nbytes: int, processors: int) -> float:
         return predicted_s(ALL_REDUCE[algorithm], n, nbytes, self.at(nbytes), processors)
@@ -75,16 +73,16 @@ def fit(timings: list[Measured], processors: int) -> Fit:
     if not sizes or not small:
         raise ValueError("a fit needs sizes of at most 64 KiB, for the latency, and of at least 1 MiB")
     first = [timing for timing in of_fewest if timing.nbytes == sizes[0]]
-    alpha_s = _solved([*small, *first], processors, None)[0]
+    alpha_s = _solved([*small, *first], processors, None).alpha_s
     anchors = []
     for size in sizes:
-        _, beta, gamma = _solved([timing for timing in of_fewest if timing.nbytes == size], processors, alpha_s)
-        anchors.append((size, beta, gamma))
+        rates = _solved([timing for timing in of_fewest if timing.nbytes == size], processors, alpha_s)
+        anchors.append((size, rates.beta_s_per_byte, rates.gamma_s_per_byte, rates.contention))
     return Fit(alpha_s, tuple(anchors))
 
 
-def _solved(timings: list[Measured], processors: int, alpha_s: float | None) -> tuple[float, float, float]:
-    """Alpha, unless it is known, beta and gamma with the least squares of the logarithms of the errors."""
+def _solved(timings: list[Measured], processors: int, alpha_s: float | None) -> Rates:
+    """The rates, alpha unless it is known, with the least squares of the logarithms of the errors."""
 
     def rates(logarithms: Any) -> Rates:
         values = [math.exp(each) for each in logarithms]
@@ -97,15 +95,14 @@ def _solved(timings: list[Measured], processors: int, alpha_s: float | None) -> 
             for each in timings
         ]
 
-    start = [math.log(2e-6), math.log(2e-10), math.log(1e-10)][0 if alpha_s is None else 1 :]
-    found = rates(least_squares(errors, start).x)
-    return found.alpha_s, found.beta_s_per_byte, found.gamma_s_per_byte
+    start = [math.log(each) for each in (2e-6, 2e-10, 1e-10, 0.1)][0 if alpha_s is None else 1 :]
+    return rates(least_squares(errors, start).x)
 
 
 def compared(timings: list[Measured], made: Fit, processors: int) -> list[dict[str, Any]]:
     """A row for each timing: measured, predicted, their ratio, and whether the fit had seen it."""
     fewest = min(timing.n for timing in timings)
-    seen = {size for size, _, _ in made.anchors}
+    seen = {anchor[0] for anchor in made.anchors}
     rows = []
     for each in timings:
         predicted = made.predicted_s(each.algorithm, each.n, each.nbytes, processors)
