@@ -29,6 +29,8 @@ OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.o
 def train(config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
     device = torch.device(config.device)
     dtype = getattr(torch, config.dtype)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(environment()["machine"]["usable_processors"])
     torch.manual_seed(config.seed)
     bare = build_model(config.model, dataset.image_shape, dataset.class_count).to(device, dtype)
     model = torch.nn.DataParallel(bare, list(range(config.n_gpus or 1)) if device.type == "cuda" else None)
@@ -80,14 +82,14 @@ def main() -> None:
     config.refuse_all_but(CONTROL_FLAGS, "DataParallel's control")
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     device = "cuda" if config.device == "cuda" or gpus else "cpu"
-    n = config.n_gpus or max(gpus, 2)
+    n = config.n_gpus or max(gpus, 1 if device == "cuda" else 2)
     if device == "cuda" and n > gpus:
         raise ConfigError(f"--n_gpus {n}: this machine has {gpus} GPUs; ask for fewer, or take --device cpu")
     dataset, line = load_dataset(config.dataset, config.data_dir, config.train_size, config.seed, config.test_size)
     sizes = {"train_size": len(dataset.train_targets), "test_size": len(dataset.test_targets)}
     config = dataclasses.replace(config, n_gpus=n, device=device, **sizes)
     folder = RunFolder(config.results_dir, f"data_parallel_{config.model}_{dataset.name}_n{n}")
-    how = f"{n} GPUs" if device == "cuda" else "no GPU: the plain module in one process, whatever --n_gpus"
+    how = "no GPU: the plain module in one process, whatever --n_gpus" if device == "cpu" else f"{n} GPUs"
     print(f"{line}\nDataParallel, {how}; {config.model}, batch of {config.batch_size}", flush=True)
     with folder.running(**environment(), config=dataclasses.asdict(config), strategy="data_parallel"):
         train(config, dataset, folder)

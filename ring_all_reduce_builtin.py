@@ -3,13 +3,14 @@
     python ring_all_reduce_builtin.py --n_gpus 2 --batch_size 64 --epochs 2
 
 Same flags, data, seed, order, global batch and evaluation; none of the code that it is compared with. Its settings are
-those that make it fastest here: gradients are views of the buckets, the graph is static, the optimizer is fused, and
-BatchNorm's statistics are each rank's own until they are evaluated.
+those that torch documents as saving time: gradients are views of the buckets, the graph is static, the optimizer is
+fused, and BatchNorm's statistics are each rank's own until they are evaluated.
 """
 
 import contextlib
 import dataclasses
 import inspect
+import json
 import os
 import statistics
 import sys
@@ -100,12 +101,12 @@ def train_rank(rank: int, world_size: int, port: int, config: RunConfig, dataset
 def exposed_exchange_s(model: DistributedDataParallel) -> float:
     """Seconds of exchange, waiting included, outside of backward's computing, in the step that DDP timed last."""
     timed = model._get_ddp_logging_data()
-    return (timed.get("backward_comm_time", 0) - timed.get("backward_compute_comm_overlap_time", 0)) / 1e9
+    return (timed["backward_comm_time"] - timed["backward_compute_comm_overlap_time"]) / 1e9
 
 
 def threads(world_size: int) -> int:
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = environment()["machine"]["usable_processors"]
     return int(asked) if asked.isdigit() and int(asked) else max(1, usable // world_size)
 
 
@@ -123,7 +124,8 @@ def record(row: dict, exchange_s: list[float], config: RunConfig, dataset: Datas
         flush=True,
     )
     same = config.columns(dataset.name) | {"strategy": "ddp", "workers": config.n_gpus, "rank": 0, "role": "worker"}
-    folder.append_rows([{**same, "threads": threads(config.n_gpus or 1), **row}])
+    options = json.dumps({**DDP_SETTINGS, "timed_every": TIMED_EVERY})
+    folder.append_rows([{**same, "options": options, "threads": threads(config.n_gpus or 1), **row}])
 
 
 def main() -> None:
@@ -134,7 +136,8 @@ def main() -> None:
     config = RunConfig(**options)
     config.refuse_all_but(CONTROL_FLAGS, "DistributedDataParallel's control")
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
-    device = "cuda" if config.device == "cuda" or gpus else "cpu"
+    enough = gpus >= (2 if config.n_gpus is None else 1)  # one GPU alone has nobody to exchange with
+    device = "cuda" if config.device == "cuda" or enough else "cpu"
     n = config.n_gpus or max(gpus, 2)
     if device == "cuda" and n > gpus:
         raise ConfigError(f"--n_gpus {n}: this machine has {gpus} GPUs; ask for fewer, or take --device cpu")

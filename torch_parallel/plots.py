@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import matplotlib.figure
@@ -34,18 +35,42 @@ FIGURES: dict[str, tuple[Callable[[Path], Figure], str]] = {
 TABLES = ("runs.csv", "bench.csv")
 
 
-def draw_all(results_dir: Path, media: Path) -> list[Path]:
-    """Every figure of media/, and the animated ring; returns the files. Raises ExperimentMissing and Unequal."""
+def draw_all(results_dir: Path, media: Path, skip: Callable[[str], None] | None = None) -> list[Path]:
+    """Every figure of media/, and the animated ring; returns the files. Raises ExperimentMissing and Unequal.
+
+    With `skip`, that is called with a line for each figure whose results are missing, and the others are drawn.
+    """
     media.mkdir(exist_ok=True)
-    for name, (draw, experiment) in FIGURES.items():
-        folder = newest(experiment, results_dir)
-        _save(draw(folder), media / name, next(folder / name for name in TABLES if (folder / name).exists()))
+    drawn = []
+    every: dict[str, Callable[[Path, Path], None]] = {name: partial(_draw, *how) for name, how in FIGURES.items()}
+    for name, draw in (every | OTHERS).items():
+        try:
+            draw(results_dir, media / name)
+            drawn.append(media / name)
+        except ExperimentMissing as error:
+            if skip is None:
+                raise
+            skip(f"{media / name} is left as it is: {error}")
+    return drawn
+
+
+def _draw(draw: Callable[[Path], Figure], experiment: str, results_dir: Path, file: Path) -> None:
+    folder = newest(experiment, results_dir)
+    _save(draw(folder), file, next(folder / name for name in TABLES if (folder / name).exists()))
+
+
+def _draw_timeline(results_dir: Path, file: Path) -> None:
     trace = newest("trace", results_dir) / "trace.json"
     events = read_chrome_trace(trace)
     first_step_s = min(event.end_s for event in events if event.lane == "compute")  # it warms up, and takes long
-    _save(timeline.draw(events, first_s=first_step_s), media / "timeline.png", trace)
-    save_gif(COLLECTIVES["ring"], 4, media / "ring_all_reduce.gif")
-    return [media / name for name in (*FIGURES, "timeline.png", "ring_all_reduce.gif")]
+    _save(timeline.draw(events, first_s=first_step_s), file, trace)
+
+
+def _draw_ring(results_dir: Path, file: Path) -> None:
+    save_gif(COLLECTIVES["ring"], 4, file)
+
+
+OTHERS: dict[str, Callable[[Path, Path], None]] = {"timeline.png": _draw_timeline, "ring_all_reduce.gif": _draw_ring}
 
 
 def _save(figure: matplotlib.figure.Figure, file: Path, drawn_from: Path) -> None:
@@ -62,7 +87,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--readme", default="README.md", help="file whose tables are filled (default: README.md)")
     options = parser.parse_args(arguments)
     try:
-        files = draw_all(Path(options.results_dir), Path(options.media))
+        files = draw_all(Path(options.results_dir), Path(options.media), skip=print)
         readme = Path(options.readme)
         readme.write_text(with_tables(readme.read_text(), options.results_dir))
     except (ExperimentMissing, Unequal, OSError) as error:

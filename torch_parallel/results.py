@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch_parallel.devices import usable_cpus
+
 COLUMNS = (
     "run_id",
     "experiment",
@@ -162,6 +164,7 @@ def environment() -> dict[str, Any]:
             "system": f"{platform.system()} {platform.release()}",
             "processor": _processor(),
             "processors": os.cpu_count(),
+            "usable_processors": usable_cpus(),
             "memory_bytes": _memory_bytes(),
         },
         "cards": cards,

@@ -189,9 +189,9 @@ def links(folder: str | Path) -> Figure:
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
     for (link, runs), axes in zip(groups.items(), panels, strict=True):
         held_equal(runs, same=())
-        for row, (strategy, of_strategy) in enumerate(by_setting(runs, "strategy").items()):
+        for row, of_strategy in enumerate(by_setting(runs, "strategy").values()):
             middle, least, largest = spread([1e3 * exchange_s(run) for run in of_strategy])
-            axes.barh(row, middle, 0.6, color=style(strategy)["color"])
+            axes.barh(row, middle, 0.6, color="#56B4E9")
             axes.errorbar(middle, row, xerr=[[middle - least], [largest - middle]], color="#222222", capsize=3)
             expected_ms = 1e3 * expected_exchange_s(of_strategy[0], nbytes)
             axes.plot([expected_ms] * 2, [row - 0.4, row + 0.4], color="#222222", linestyle=":", linewidth=1.6)

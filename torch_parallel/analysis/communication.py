@@ -13,7 +13,8 @@ from torch_parallel.analysis.figure import Figure
 from torch_parallel.collectives import ALL_REDUCE
 
 NUMBERS = ("n", "size_bytes", "wrong", "repeats")
-COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#8B6BB1", "#999999", "#7F5A2E")
+COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#B8A800", "#999999", "#7F5A2E")
+MARKERS = "os^vDP*Xp"
 PEERS = ("gloo", "mpi")
 
 
@@ -51,7 +52,8 @@ def _draw_times(axes: Axes, rows: list[dict[str, Any]]) -> None:
     ways = [*ALL_REDUCE, *(peer for peer in PEERS if any(row["way"] == peer for row in rows))]
     for index, way in enumerate(ways):
         of_way = [row for row in rows if row["way"] == way]
-        look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "linewidth": 1.2}
+        mark = {"marker": MARKERS[index % len(MARKERS)], "markersize": 4}
+        look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "linewidth": 1.2, **mark}
         if way in PEERS:
             look = {"color": "#222222", "linestyle": "--" if way == "gloo" else ":", "linewidth": 1.8}
         axes.plot([row["size_bytes"] for row in of_way], [row["time_us"] for row in of_way], label=way, **look)

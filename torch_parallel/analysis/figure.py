@@ -18,10 +18,11 @@ COLOURS = {
     "one process": "#222222",
     "sharded_param_server": "#56B4E9",
     "param_server_async": "#D55E00",
-    "param_server_bounded": "#8B6BB1",
-    "param_server_backup": "#CC79A7",
+    "param_server_bounded": "#B8A800",
+    "param_server_backup": "#7F5A2E",
 }
-"""One a strategy, in every figure: those of Okabe and Ito, which the colour-blind can tell apart."""
+"""One a strategy, in every figure: those of Okabe and Ito, which the colour-blind can tell apart, their yellow darker,
+and a brown. Markers differ too."""
 MARKERS = {
     "ring_all_reduce": "o",
     "ddp": "s",
@@ -33,7 +34,7 @@ MARKERS = {
     "param_server_bounded": "D",
     "param_server_backup": "P",
 }
-OTHERS = ("#56B4E9", "#D55E00", "#F0E442", "#999999")
+OTHER = "#999999"
 
 
 class Figure(Plain):
@@ -53,4 +54,4 @@ class Figure(Plain):
 def style(label: str) -> dict[str, Any]:
     """Colour and marker of a strategy, by a label that begins with its name."""
     name = label.split(",")[0]
-    return {"color": COLOURS.get(name, OTHERS[len(name) % len(OTHERS)]), "marker": MARKERS.get(name, "v")}
+    return {"color": COLOURS.get(name, OTHER), "marker": MARKERS.get(name, "v")}

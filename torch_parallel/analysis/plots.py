@@ -23,6 +23,7 @@ from torch_parallel.analysis.runs import (
     by_label,
     by_setting,
     held_equal,
+    newest,
     read_runs,
     select,
     speed_ups,
@@ -68,7 +69,8 @@ def epoch_parts(folder: str | Path) -> Figure:
     """Seconds of an epoch and what they go into, a panel for each model. Whiskers: the whole epoch's spread.
 
     DistributedDataParallel times its exchange together with its waiting, in one of ten steps, from which its epoch's is
-    worked out; what backward hides of it is compute.
+    worked out; what backward hides of it is compute. Each part is the median of its own, so they add up to the whole
+    only nearly.
     """
     models = by_setting(read_runs(folder), "model")
     figure = Figure(9.0, 0.9 + 1.5 * len(models))
@@ -81,7 +83,8 @@ def epoch_parts(folder: str | Path) -> Figure:
             for part in PARTS:
                 times = [seconds for run in of_label if (seconds := run.part_s(part)) is not None]
                 if times:
-                    axes.barh(row, statistics.median(times), 0.55, left, color=PART_COLOURS[part])
+                    hatch = "//" if part == "exchange" and of_label[0].strategy == "ddp" else None
+                    axes.barh(row, statistics.median(times), 0.55, left, color=PART_COLOURS[part], hatch=hatch)
                     left += statistics.median(times)
             middle, least, largest = spread([run.epoch_s for run in of_label])
             axes.errorbar(middle, row, xerr=[[middle - least], [largest - middle]], color="#222222", capsize=3)
@@ -96,6 +99,7 @@ def epoch_parts(folder: str | Path) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel("seconds of an epoch")
     handles = [Patch(color=PART_COLOURS[part], label=part) for part in PARTS]
+    handles.insert(2, Patch(facecolor=PART_COLOURS["exchange"], hatch="//", label="exchange and wait, timed together"))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
     return figure
 
@@ -103,23 +107,28 @@ def epoch_parts(folder: str | Path) -> Figure:
 def _exchange_told(label: str, apart: bool) -> str:
     if not apart:
         return "exchange within compute"
-    return "exchange with wait, from 1 step of 10" if label.startswith("ddp") else "every step timed"
+    return "exchange from 1 step of 10" if label.startswith("ddp") else "every step timed"
 
 
 def scaling(folder: str | Path) -> Figure:
     """Both: `scaling_with_data` above, `scaling_with_workers` below."""
     figure = Figure(9.0, 7.0)
     above, below = figure.subplots(2, 2)
-    _with_data(list(above), read_runs(folder))
+    _with_data(above, [folder, _beside(folder)])
     _with_workers(below[0], below[1], read_runs(folder), "cnn")
     return figure
 
 
 def scaling_with_data(folder: str | Path) -> Figure:
-    """Seconds of an epoch over the number of training images, both logarithmic, a panel for each model."""
+    """Milliseconds of an epoch for each image, over the number of training images, a panel for each model."""
     figure = Figure(9.0, 3.6)
-    _with_data(list(figure.subplots(1, 2)), read_runs(folder))
+    _with_data(figure.subplots(1, 2), [folder, _beside(folder)])
     return figure
+
+
+def _beside(folder: str | Path) -> Path:
+    """The newest results of scaling_mobilenet_v2, which lie beside those of scaling."""
+    return newest("scaling_mobilenet_v2", Path(folder).parents[1])
 
 
 def scaling_with_workers(folder: str | Path, model: str = "cnn") -> Figure:
@@ -130,30 +139,35 @@ def scaling_with_workers(folder: str | Path, model: str = "cnn") -> Figure:
     return figure
 
 
-def _with_data(panels: list[Axes], runs: list[Run]) -> None:
-    for axes, (model, of_model) in zip(
-        panels, by_setting([run for run in runs if run.workers <= 2], "model").items(), strict=True
-    ):
-        held_equal(of_model, but=("train_size", "steps", "epochs"), same=())
-        for label, of_label in by_label(of_model).items():
+def _with_data(panels: Sequence[Axes], folders: Sequence[str | Path]) -> None:
+    for axes, folder in zip(panels, folders, strict=True):
+        runs = [run for run in read_runs(folder) if run.workers <= 2]
+        held = held_equal(runs, but=("train_size", "steps", "epochs"), same=())
+        groups = by_label(runs)
+        for place, (label, of_label) in enumerate(groups.items()):
             by_size = by_setting(of_label, "train_size")
-            repeats = [[run.epoch_s for run in of_size] for of_size in by_size.values()]
-            _points(axes, [int(size) for size in by_size], repeats, label)
-        axes.set(xscale="log", yscale="log", xlabel="training images", ylabel="seconds of an epoch", title=model)
-        sizes = sorted({int(run.setting("train_size")) for run in of_model})
+            repeats = [[1e3 * run.epoch_s / int(size) for run in of_size] for size, of_size in by_size.items()]
+            shift = 1.06 ** (place - (len(groups) - 1) / 2)  # beside each other, not on each other
+            _points(axes, [int(size) * shift for size in by_size], repeats, label)
+        axes.set(xscale="log", xlabel="training images", ylabel="ms of an epoch for each image", title=held["model"])
+        sizes = sorted({int(run.setting("train_size")) for run in runs})
         axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
         axes.minorticks_off()
-        axes.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
-        axes.set_ylim(min(run.epoch_s for run in of_model) / 8, 2 * max(run.epoch_s for run in of_model))
-        axes.legend(loc="lower right", frameon=False, fontsize=8)  # below the lines, which all rise to the right
+        axes.set_ylim(0, 1.6 * max(1e3 * run.epoch_s / int(run.setting("train_size")) for run in runs))
+        axes.legend(loc="upper right", frameon=False, fontsize=8)  # above the points, whose highest is at 1 / 1.6
 
 
 def _with_workers(speed_up: Axes, efficiency: Axes, runs: list[Run], model: str) -> None:
     """Each worker has one thread, and so has the one process."""
-    runs = [run for run in select(runs, model=model) if run.strategy != "data_parallel"]
-    images = max(int(run.setting("train_size")) for run in runs)
-    runs = select(runs, train_size=images)
+    images = max(int(run.setting("train_size")) for run in select(runs, model=model))
+    runs = select(runs, model=model, train_size=images)
     held_equal(runs, same=("processors_each",))
+    threads = select(runs, strategy="data_parallel")
+    if threads:
+        two = statistics.median(speed_ups(threads, runs))
+        told = f"one process, {threads[0].threads} threads"
+        speed_up.axhline(two, color="#CC79A7", linestyle="--", linewidth=1, label=told, zorder=0)
+    runs = [run for run in runs if run.strategy != "data_parallel"]
     for strategy, of_strategy in by_setting([run for run in runs if run.workers > 1], "strategy").items():
         by_count = by_setting(of_strategy, "workers")
         counts = [int(count) for count in by_count]
@@ -173,7 +187,7 @@ def _with_workers(speed_up: Axes, efficiency: Axes, runs: list[Run], model: str)
         axes.legend(frameon=False, fontsize=8)
 
 
-def _points(axes: Axes, places: list[int], repeats: list[list[float]], label: str) -> None:
+def _points(axes: Axes, places: Sequence[float], repeats: list[list[float]], label: str) -> None:
     """A line through the medians with whiskers from the least to the largest."""
     columns = [spread(values) for values in repeats]
     errors = [[middle - least for middle, least, _ in columns], [largest - middle for middle, _, largest in columns]]

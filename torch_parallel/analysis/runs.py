@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 import statistics
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,18 @@ HELD = (
     "device",
     "nodes",
     "seeds",
+    "other_flags",
     "commit",
 )
 """What runs that are compared must have in common, besides machine and versions, which one folder has in common."""
 
 
-COMMON_OPTIONS = ("bucket_mb", "compute_ms", "latency")
+OTHER_FLAGS = ("momentum", "weight_decay", "lr_schedule", "warmup_steps", "clip_norm", "accumulate", "not_finite")
+"""Flags that change the training and have no column: they are read off the commands."""
+COMMON_OPTIONS = (
+    *("bucket_mb", "compute_ms", "latency", "timed_every"),
+    *("gradient_as_bucket_view", "static_graph", "forward_sync_buffers", "broadcast_buffers"),
+)
 """Options that tell no runs of an experiment apart."""
 
 
@@ -91,6 +99,10 @@ class Run:
             return self.workers * self.threads / self.asked_for
         if name == "epochs":
             return len(self.epochs)
+        if name == "other_flags":
+            words = shlex.split(self.settings.get("command") or "")
+            given = [f"{a} {b}" for a, b in pairwise(words) if a.removeprefix("--") in OTHER_FLAGS]
+            return ", ".join(sorted(given)) or "none"
         if name in self.options:
             return self.options[name]
         return self.settings[name] if name in self.settings else getattr(self, name)
@@ -123,10 +135,17 @@ def newest(experiment: str, results_dir: str | Path = "results") -> Path:
     complete = [each.parent for each in folders if json.loads(each.read_text()).get("status") == "completed"]
     if not complete:
         raise ExperimentMissing(
-            f"{Path(results_dir) / experiment}: no complete results there; "
-            f"make them with: python -m torch_parallel experiment {experiment}"
+            f"{Path(results_dir) / experiment}: no complete results there; make them with: {how_to_make(experiment)}"
         )
     return max(complete, key=lambda folder: str(manifest(folder)["started"]))
+
+
+def how_to_make(experiment: str) -> str:
+    """The command for that folder of results/."""
+    kind, _, name = experiment.partition("bench_")
+    if name:
+        return f"python -m torch_parallel bench {name} --results_dir results/{experiment}"
+    return "python train.py --trace" if experiment == "trace" else f"python -m torch_parallel experiment {kind}"
 
 
 def manifest(folder: str | Path) -> dict[str, Any]:
@@ -212,7 +231,7 @@ def label(run: Run) -> str:
 
 
 def _who(run: Run) -> str:
-    if run.workers == 1 and run.strategy != "data_parallel":
+    if run.workers == 1 and run.strategy not in ("data_parallel", "ddp"):
         return "one process"
     if run.strategy == "data_parallel" and run.setting("device") == "cpu":
         return f"data_parallel, plain module, {run.threads} threads"

@@ -37,12 +37,15 @@ def experiments_table(results_dir: str | Path = "results") -> str:
                 accuracy = _with_spread([100 * run.epochs[-1].test_accuracy for run in of_label], ".2f")
                 name = f"{model}, {int(held['train_size']):,}, {held['epochs']}"
                 lines.append(f"| {name} | {label} | {seconds} | {accuracy} | {len(of_label)} |")
-        notes.append(f"`{folder.relative_to(results_dir)}` (commit {manifest(folder)['commit'][:7]})")
-    about = manifest(newest("ring_all_reduce", results_dir))
+        about = manifest(folder)
+        notes.append(
+            f"`{folder.relative_to(results_dir)}` (commit {about['commit'][:7]}; {machine_told(about)}, "
+            f"{about['started'][:10]})"
+        )
     note = (
-        f"Medians (least to largest) over the seeds; {machine_told(about)}, {about['started'][:10]}. Accuracy is that "
-        f"of the last epoch. Each pair of rows has the same data, order, global batch, steps, evaluation and "
-        f"processors; only beside DataParallel do BatchNorm and dropout make mobilenet_v2 another training. "
+        "Medians (least to largest) over the seeds. Accuracy is that of the last epoch. Each pair of rows has the same "
+        "data, order, global batch, steps, evaluation and processors; only beside DataParallel do BatchNorm and "
+        "dropout make mobilenet_v2 another training. The server is a process more, which shares the processors. "
         f"From {' and '.join(notes)} in `results/`."
     )
     return "\n".join([*lines, "", note])
@@ -83,17 +86,38 @@ def _short(microseconds: float) -> str:
 
 
 def epoch_note(results_dir: str | Path = "results") -> str:
-    """One sentence: an epoch of training beside DistributedDataParallel, in turns in the same processes."""
+    """An epoch of training beside DistributedDataParallel, in turns in the same processes."""
     folder = newest("bench_epoch", results_dir)
     with open(folder / "bench.csv", newline="") as file:
         ours, theirs = list(csv.DictReader(file))
     about = manifest(folder)
-    ours_s, theirs_s = float(ours["median_s"]), float(theirs["median_s"])
+    ours_s, theirs_s = json.loads(ours["all_s"]), json.loads(theirs["all_s"])
+    ratio = float(ours["median_s"]) / float(theirs["median_s"])
     return (
-        f"In turns in the same {about['n']} processes, {len(json.loads(ours['all_s']))} epochs each, an epoch of "
-        f"`{about['model']}` takes {ours_s:.2f} s with {ours['side']} and {theirs_s:.2f} s with "
-        f"DistributedDataParallel: {ours_s / theirs_s:.2f} of its time."
+        f"In turns in the same {about['n']} processes, {len(ours_s)} epochs each, an epoch of `{about['model']}` takes "
+        f"{_with_spread(ours_s, '.2f')} s with {ours['side']} and {_with_spread(theirs_s, '.2f')} s with "
+        f"DistributedDataParallel: {ratio:.2f} of its time. {machine_told(about)}, {about['started'][:10]}, from "
+        f"`{folder.relative_to(results_dir)}` (commit {about['commit'][:7]})."
     )
+
+
+def step_table(results_dir: str | Path = "results") -> str:
+    """Steps of our strategies beside DistributedDataParallel's, and the memory of both."""
+    folder = newest("bench_step", results_dir)
+    with open(folder / "bench.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["side"] != "ddp"]
+    lines = ["| strategy | ms a step | times DDP's speed | part of its memory |", "|---|---|---|---|"]
+    for row in rows:
+        milliseconds = _with_spread([1e3 * seconds for seconds in json.loads(row["all_s"])], ".0f")
+        faster, memory = float(row["times_faster_than_ddp"]), row["part_of_ddps_memory"]
+        lines.append(f"| {row['side']} | {milliseconds} | {faster:.2f} | {f'{float(memory):.2f}' if memory else '-'} |")
+    about = manifest(folder)
+    note = (
+        f"{about['parameters']:,} parameters, {about['optimizer']}, {about['n']} workers, in turns with "
+        f"DistributedDataParallel in the same processes; memory is the Pss of all processes. {machine_told(about)}, "
+        f"{about['started'][:10]}, from `{folder.relative_to(results_dir)}` (commit {about['commit'][:7]})."
+    )
+    return "\n".join([*lines, "", note])
 
 
 def _with_spread(values: list[float], how: str) -> str:
@@ -101,7 +125,7 @@ def _with_spread(values: list[float], how: str) -> str:
     return f"{middle} ({least} to {largest})"
 
 
-TABLES = {"experiments": experiments_table, "bench": bench_table, "epoch": epoch_note}
+TABLES = {"experiments": experiments_table, "bench": bench_table, "epoch": epoch_note, "step": step_table}
 
 
 def with_tables(text: str, results_dir: str | Path = "results") -> str:

@@ -121,7 +121,7 @@ def at_its_best(model: nn.Module, static_graph: bool = True, **options: Any) -> 
 def exposed_exchange_s(ddp: DistributedDataParallel) -> float:
     """Seconds of exchange, waiting included, that did not overlap with computing in the step it timed last."""
     timed = ddp._get_ddp_logging_data()
-    return float(timed.get("backward_comm_time", 0) - timed.get("backward_compute_comm_overlap_time", 0)) / 1e9
+    return float(timed["backward_comm_time"] - timed["backward_compute_comm_overlap_time"]) / 1e9
 
 
 def _meet(communicator: Communicator) -> TCPStore:
