@@ -103,9 +103,9 @@ def server_beside_data_parallel(folder: str | Path) -> str:
     return "\n".join(paragraphs)
 
 
-def scaling_found(folder: str | Path) -> str:
+def scaling_found(folder: str | Path, model: str = "cnn") -> str:
     """How epochs grow with the data, and what more workers bring, against one process with one thread."""
-    runs = [run for run in read_runs(folder) if run.strategy != "data_parallel"]
+    runs = [run for run in select(read_runs(folder), model=model) if run.strategy != "data_parallel"]
     lines = []
     for model, of_model in by_setting(runs, "model").items():
         sizes = sorted({int(run.setting("train_size")) for run in of_model})

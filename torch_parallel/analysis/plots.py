@@ -114,7 +114,7 @@ def scaling(folder: str | Path) -> Figure:
     """Both: `scaling_with_data` above, `scaling_with_workers` below."""
     figure = Figure(9.0, 7.0)
     above, below = figure.subplots(2, 2)
-    _with_data(above, [folder, _beside(folder)])
+    _with_data(above, {"cnn": folder, "mobilenet_v2": _beside(folder)})
     _with_workers(below[0], below[1], read_runs(folder), "cnn")
     return figure
 
@@ -122,7 +122,7 @@ def scaling(folder: str | Path) -> Figure:
 def scaling_with_data(folder: str | Path) -> Figure:
     """Milliseconds of an epoch for each image, over the number of training images, a panel for each model."""
     figure = Figure(9.0, 3.6)
-    _with_data(figure.subplots(1, 2), [folder, _beside(folder)])
+    _with_data(figure.subplots(1, 2), {"cnn": folder, "mobilenet_v2": _beside(folder)})
     return figure
 
 
@@ -139,17 +139,17 @@ def scaling_with_workers(folder: str | Path, model: str = "cnn") -> Figure:
     return figure
 
 
-def _with_data(panels: Sequence[Axes], folders: Sequence[str | Path]) -> None:
-    for axes, folder in zip(panels, folders, strict=True):
-        runs = [run for run in read_runs(folder) if run.workers <= 2]
-        held = held_equal(runs, but=("train_size", "steps", "epochs"), same=())
+def _with_data(panels: Sequence[Axes], folders: dict[str, str | Path]) -> None:
+    for axes, (model, folder) in zip(panels, folders.items(), strict=True):
+        runs = [run for run in select(read_runs(folder), model=model) if run.workers <= 2]
+        held_equal(runs, but=("train_size", "steps", "epochs"), same=())
         groups = by_label(runs)
         for place, (label, of_label) in enumerate(groups.items()):
             by_size = by_setting(of_label, "train_size")
             repeats = [[1e3 * run.epoch_s / int(size) for run in of_size] for size, of_size in by_size.items()]
             shift = 1.06 ** (place - (len(groups) - 1) / 2)  # beside each other, not on each other
             _points(axes, [int(size) * shift for size in by_size], repeats, label)
-        axes.set(xscale="log", xlabel="training images", ylabel="ms of an epoch for each image", title=held["model"])
+        axes.set(xscale="log", xlabel="training images", ylabel="ms of an epoch for each image", title=model)
         sizes = sorted({int(run.setting("train_size")) for run in runs})
         axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
         axes.minorticks_off()
