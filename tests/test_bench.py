@@ -111,18 +111,24 @@ def test_every_collective_gives_the_right_result_by_all_ways(tmp_path: Path, mon
 
 
 def wrong_of_ways(communicator: Communicator) -> list[int]:
-    """Of one way that sums and one that does nothing."""
+    """Of one way that sums, one that does nothing, and one that returns for ever what was right the first time."""
     start = operations.base(2, 4)
-    target = torch.empty(2, 4)
-    ways = {"right": (target, partial(communicator.all_reduce, target)), "wrong": (target, lambda: target)}
-    promised = operations.expected("all_reduce", start, communicator.rank)
-    _, wrong = collectives._alternate(communicator, ways, start, torch.empty(2, 4), promised, repeats=3)
+    target, first = torch.empty(2, 4), 2 * start + 1
+    ways = {
+        "right": (target, partial(communicator.all_reduce, target)),
+        "wrong": (target, lambda: target),
+        "stale": (target, lambda: first),
+    }
+    _, wrong = collectives._alternate(communicator, ways, start, torch.empty(2, 4), "all_reduce", repeats=3)
     return wrong.tolist()
 
 
 def test_a_wrong_result_is_noticed_on_every_rank() -> None:
-    """Of 8 elements, twice. They are 0 .. 7 and the rank more: on rank 1, 0 + 1 happens to be the sum 2 * 0 + 1."""
-    assert launch(wrong_of_ways, 2, deadline_s=30) == [[0, 16], [0, 14]]
+    """Of 8 elements, in the first repeat 0 .. 7 and the rank more, in the last 1 .. 8 and the rank more.
+
+    On rank 1, 0 + 1 happens to be the sum 2 * 0 + 1.
+    """
+    assert launch(wrong_of_ways, 2, deadline_s=30) == [[0, 8 + 8, 8], [0, 7 + 8, 8]]
 
 
 @pytest.mark.skipif(mpi.why_not() is not None, reason=f"MPI's collectives: {mpi.why_not()}")

@@ -138,7 +138,10 @@ def _stragglers() -> list[Cell]:
 def _links() -> list[Cell]:
     """Every rank behind a link of its own, all alike, and with one of a quarter of the bandwidth."""
     flags = SMALL | {"train_size": 640, "batch_size": 64, "compute_ms": 10, "latency": "1ms"}
-    strategies = [name for name, each in SYNCHRONOUS.items() if name not in BUILTIN and not each.common_sums]
+    strategies = [
+        name for name, each in SYNCHRONOUS.items() if name not in (*BUILTIN, *SERVED) and not each.common_sums
+    ]
+    strategies += list(SERVED)
     links = ("100mbit", "100mbit,3:25mbit")
     return [_of_four_workers(name, **flags, link=link) for link in links for name in strategies]
 
@@ -195,5 +198,7 @@ EXPERIMENTS = {
         same=(),
         but=("steps",),
     ),
-    "links": Experiment("each strategy over emulated links, and over one that is slower", _links(), same=()),
+    "links": Experiment(
+        "each strategy over emulated links, and over one that is slower", _links(), same=(), but=("steps", "nodes")
+    ),
 }

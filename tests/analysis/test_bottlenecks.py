@@ -34,6 +34,9 @@ def test_formulas_of_one_slow_worker_of_four() -> None:
     assert bottlenecks.expected_speed(run("param_server_bounded", 1.0), 2) == 1 / 2
     assert bottlenecks.expected_speed(run("param_server_async", 1.0), 8) == (3 + 1 / 8) / 4
     assert bottlenecks.expected_speed(run("param_server_backup", 1.0), 8) == 1
+    # a step of 10 ms of computing and 2 ms of the rest: 12 ms, and 42 ms at four times
+    assert bottlenecks.expected_speed(run("ring_all_reduce", 1.0), 4, rest=0.2) == pytest.approx(12 / 42)
+    assert bottlenecks.rest_of([run("ring_all_reduce", 0.12, compute_ms=10)]) == pytest.approx(0.2)
 
 
 def test_formulas_of_jitter_on_four_workers() -> None:
@@ -43,6 +46,7 @@ def test_formulas_of_jitter_on_four_workers() -> None:
         0.013
     )
     assert bottlenecks.expected_jitter_s(run("param_server_async", 1.0), 0.012) == 0.012
+    assert bottlenecks.expected_jitter_s(run("param_server_bounded", 1.0, staleness=2), 0.012) is None
 
 
 def test_what_jitter_added() -> None:
@@ -52,9 +56,11 @@ def test_what_jitter_added() -> None:
     assert bottlenecks.jitter_added_ms([slow], [plain, slow]) == [pytest.approx(30)]
 
 
-def test_an_exchange_is_predicted_from_the_schedule_and_the_slowest_link() -> None:
-    """A ring of four over 8 Mbit/s, 1e6 bytes a second, and 1 ms: 6 ms and 1.5 times the bytes."""
-    ring = run("ring_all_reduce", 1.0, link="80mbit,3:8mbit", latency="1ms", compute_ms=10)
+def test_an_exchange_is_predicted_from_the_schedule_and_the_link() -> None:
+    """A ring of four over 8 Mbit/s, 1e6 bytes a second, and 1 ms: 6 ms and 1.5 times the bytes. Else none is given."""
+    unlike = run("ring_all_reduce", 1.0, link="80mbit,3:8mbit", latency="1ms", compute_ms=10)
+    assert bottlenecks.expected_exchange_s(unlike, 4000) is None
+    ring = run("ring_all_reduce", 1.0, link="8mbit", latency="1ms", compute_ms=10)
     assert bottlenecks.expected_exchange_s(ring, 4000) == pytest.approx(0.006 + 1.5 * 4000e-6)
     assert bottlenecks.exchange_s(ring) == pytest.approx(0.1 - 0.01)
     server = run("param_server", 1.0, n=5, link="8mbit", latency="1ms", compute_ms=10)

@@ -77,8 +77,25 @@ def test_in_shared_memory_processors_are_shared_and_memory_is_not() -> None:
     assert one == pytest.approx(n * (6 * A + moved * B + moved / 2 * G))
     for processors in (4, 8):
         assert predicted_s(COLLECTIVES["ring"], n, S, RATES, processors) == pytest.approx(priced("ring", n))
+    for name in ALL_REDUCE:  # on one processor all moves of all ranks come one after the other, own ones too
+        costs = [_moves_s(name, 3, rank) for rank in range(3)]
+        assert predicted_s(COLLECTIVES[name], 3, S, RATES, processors=1) == pytest.approx(sum(costs)), name
     # all read from all at once: over links a rank is read by one at a time
     assert predicted_s(COLLECTIVES["one_shot"], 3, 0, RATES, processors=3) == pytest.approx(2 * A)
+
+
+def _moves_s(name: str, world_size: int, rank: int) -> float:
+    """What the moves of one rank cost in shared memory."""
+    collective = COLLECTIVES[name]
+    chunk_count, common = collective.chunk_count(world_size), collective.common_chunks(world_size)
+    seconds = 0.0
+    for actions in collective.rounds(rank, world_size):
+        for action in actions:
+            if not isinstance(action, Send):
+                is_common = bool(action.chunks) and action.chunks.start in common
+                nbytes = 0 if is_common else len(action.chunks) * S / chunk_count
+                seconds += nbytes * (B + G * action.reduce) + A * isinstance(action, Receive)
+    return seconds
 
 
 def test_a_schedule_that_gets_stuck() -> None:

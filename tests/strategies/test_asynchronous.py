@@ -158,6 +158,17 @@ def test_a_push_is_an_update_and_its_staleness_is_counted() -> None:
     assert script.server.tally.updates == 5
 
 
+def test_two_pushes_from_the_same_version_make_two_steps() -> None:
+    """f = (w - 3)^2 / 2 from w = 0 at a rate of 0.1: both gradients are -3, and each is a step of 0.3. One step of
+    their mean, the synchronous one, would be 0.3."""
+    script = Script("param_server_async", 2, samples=2, batch_size=2, gradient=lambda worker, w, first: w - 3, lr=0.1)
+    with script:
+        assert script.began == [[Began(0, 0.0)], [Began(1, 0.0)]]
+        script.let_go(0, 1)
+    assert script.ended == dict.fromkeys(range(3), pytest.approx(0.6))
+    assert script.server.tally is not None and script.server.tally.staleness_counts == [1, 1]
+
+
 def test_a_worker_that_does_not_come_holds_nobody_up() -> None:
     """Worker 1 keeps its first slice for itself; the other does all the rest of the epoch."""
     with Script("param_server_async", workers=2, samples=12, batch_size=2, gradient=by_slice) as script:

@@ -318,8 +318,11 @@ def test_a_straggler_and_links(
     else:
         assert done == [20] * 3
     assert all(step.compute_s >= 0.02 for step in steps if step.rank == 2)
-    # every push and every answer crosses a link of 1 ms
-    assert all(step.move_s + step.reduce_s >= 0.001 for step in steps if step.rank == 0)
+    # every push and every answer crosses a link of 1 ms: the push on the worker's time, which is no part of its own
+    if strategy == "param_server_bounded":
+        assert all(step.move_s + step.reduce_s >= 0.001 for step in steps if step.rank == 0)
+    else:
+        assert all(step.step_s - step.compute_s >= 0.002 and step.move_s >= 0.001 for step in steps if step.rank)
 
 
 # ---- what is refused ----

@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 import time
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +150,8 @@ def test_what_cannot_be_is_one_line_with_flag_and_remedy(options: dict[str, Any]
 # ---- runs ----
 
 
-def points() -> Dataset:
-    inputs = torch.randn(80, 8, generator=torch.Generator().manual_seed(1))
+def points(count: int = 80) -> Dataset:
+    inputs = torch.randn(count, 8, generator=torch.Generator().manual_seed(1))
     targets = (inputs.sum(1) > 0).long()
     return Dataset("points", inputs, targets, inputs, targets, 2, (), (), "this test")
 
@@ -208,6 +209,32 @@ def test_with_one_worker_four_times_slower_a_synchronous_step_takes_four_times_a
         rows = list(csv.DictReader(file))
     assert {row["kind"] for row in rows} == {"emulated"}
     assert json.loads(rows[0]["options"])["straggler"] == f"{slow}:4x"
+
+
+def test_with_one_worker_four_times_slower_asynchronous_workers_lose_its_share_alone(tmp_path: Path) -> None:
+    """(n - 1 + 1/s) / n = 13/16 of the speed: the server's updates from 0.2 s to 1.4 s after the epoch began."""
+
+    def updates_in_the_window(folder: Path, **options: Any) -> int:
+        given = RunConfig(
+            strategy="param_server_async",
+            n_gpus=5,
+            device="cpu",
+            batch_size=8,
+            epochs=1,
+            compute_ms=20,
+            results_dir=str(folder),
+            steps_csv=str(tmp_path / "steps.csv"),
+            deadline_s=30,
+            **options,
+        )
+        train(given, make_model=linear, dataset=points(640), verbose=False)
+        of_server = [step.step_s for step in read_steps(tmp_path / "steps.csv") if step.rank == 0]
+        assert len(of_server) == 320  # one for each share of two samples
+        return sum(0.2 < end_s <= 1.4 for end_s in accumulate(of_server))
+
+    plain = updates_in_the_window(tmp_path / "plain")
+    slowed = updates_in_the_window(tmp_path / "slowed", straggler="4:4x")
+    assert slowed / plain == pytest.approx(13 / 16, rel=0.15)
 
 
 def test_emulation_changes_the_time_and_not_the_result(tmp_path: Path) -> None:

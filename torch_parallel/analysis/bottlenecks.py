@@ -7,6 +7,8 @@ The formulas beside the measurements, for n workers of which one takes s times a
     B backup workers, B >= 1        1: the slow one is not waited for
     jitter, exponential with mean m a step takes m H_n longer, with backup workers m (H_n - H_B)
 
+Beside a measurement, what else a step takes besides computing is added to both speeds, for it does not grow with s. With
+bounded staleness the slack of some steps evens jitter out: between m and m H_n, no formula.
 H_k = 1 + 1/2 + ... + 1/k. The last is the mean of the largest of n exponentially distributed numbers, or of the largest
 but B (Renyi, 1953).
 """
@@ -29,17 +31,29 @@ from torch_parallel.units import parse_seconds
 # ---- one slow worker, and jitter ----
 
 
-def expected_speed(run: Run, times: float) -> float:
-    """Of a run with one worker that takes `times` as long, as a part of that without it, computing alone counted."""
+def expected_speed(run: Run, times: float, rest: float = 0.0) -> float:
+    """Of a run with one worker that computes `times` as long, as a part of that without it.
+
+    `rest` is what a step takes besides computing, as a part of the computing.
+    """
+    slow = (1 + rest) / (times + rest)
     if run.strategy == "param_server_async":
-        return (run.workers - 1 + 1 / times) / run.workers
-    return 1.0 if run.strategy == "param_server_backup" else 1 / times
+        return (run.workers - 1 + slow) / run.workers
+    return 1.0 if run.strategy == "param_server_backup" else slow
 
 
-def expected_jitter_s(run: Run, mean_s: float) -> float:
-    """What exponential jitter of that mean adds to a step, or to an asynchronous worker's."""
+def rest_of(plain: list[Run]) -> float:
+    """What a step without a slow worker takes besides computing, as a part of the computing."""
+    compute_s = float(plain[0].options["compute_ms"]) / 1e3
+    return max(0.0, statistics.median(step_s(run) for run in plain) / compute_s - 1)
+
+
+def expected_jitter_s(run: Run, mean_s: float) -> float | None:
+    """What exponential jitter of that mean adds to a step, or to an asynchronous worker's; None without a formula."""
     if run.strategy == "param_server_async":
         return mean_s
+    if run.options.get("staleness"):
+        return None
     waited_for_all_but = run.options.get("backup_workers", 0)
     return mean_s * (_harmonic(run.workers) - _harmonic(waited_for_all_but))
 
@@ -112,8 +126,9 @@ def _draw_jitter(axes: Axes, runs: list[Run]) -> None:
         axes.barh(row, middle, 0.6, color=style(strategy)["color"])
         axes.errorbar(middle, row, xerr=[[middle - least], [largest - middle]], color="#222222", capsize=3)
         first = of_strategy[0]
-        expected_ms = 1e3 * expected_jitter_s(first, parse_seconds(first.options["jitter"]))
-        axes.plot([expected_ms] * 2, [row - 0.4, row + 0.4], color="#222222", linestyle=":", linewidth=1.6)
+        expected_s = expected_jitter_s(first, parse_seconds(first.options["jitter"]))
+        if expected_s is not None:
+            axes.plot([1e3 * expected_s] * 2, [row - 0.4, row + 0.4], color="#222222", linestyle=":", linewidth=1.6)
     axes.set_yticks(range(len(groups)), list(groups))
     axes.invert_yaxis()
     axes.set(xlabel="ms added to a step (dotted: the formula)", xlim=(0, None))
@@ -135,18 +150,18 @@ def stragglers_found(folder: str | Path) -> str:
     for strategy, by_times in slowed(runs).items():
         speeds = relative_speeds(by_times)
         told = [
-            f"{times}x slower {statistics.median(speeds[times]):.2f} (formula {expected_speed(of_times[0], times):.2f})"
+            f"{times}x slower {statistics.median(speeds[times]):.2f} "
+            f"(formula {expected_speed(of_times[0], times, rest_of(by_times[1])):.2f})"
             for times, of_times in by_times.items()
             if times > 1
         ]
         lines.append(f"{strategy}: speed left with one worker " + ", ".join(told))
     for strategy, of_strategy in by_setting([run for run in runs if "jitter" in run.options], "strategy").items():
         first = of_strategy[0]
-        expected_ms = 1e3 * expected_jitter_s(first, parse_seconds(first.options["jitter"]))
+        expected_s = expected_jitter_s(first, parse_seconds(first.options["jitter"]))
+        formula = "no formula" if expected_s is None else f"formula {1e3 * expected_s:.1f}"
         measured = statistics.median(jitter_added_ms(of_strategy, runs))
-        lines.append(
-            f"{strategy}: jitter of {first.options['jitter']} adds {measured:.1f} ms (formula {expected_ms:.1f})"
-        )
+        lines.append(f"{strategy}: jitter of {first.options['jitter']} adds {measured:.1f} ms ({formula})")
     return "\n".join(lines)
 
 
@@ -155,7 +170,7 @@ def stragglers_found(folder: str | Path) -> str:
 
 def collectives_of(strategy: str) -> list[Collective]:
     """What a step of it performs, once a bucket, where memory is not shared."""
-    if strategy == "param_server":
+    if strategy in ("param_server", "param_server_bounded"):
         return [COLLECTIVES["push"], COLLECTIVES["broadcast"]]
     if strategy == "sharded_param_server":
         return [COLLECTIVES["direct_reduce_scatter"], COLLECTIVES["direct_all_gather"]]
@@ -167,10 +182,12 @@ def exchange_s(run: Run) -> float:
     return step_s(run) - float(run.options["compute_ms"]) / 1e3
 
 
-def expected_exchange_s(run: Run, nbytes: int) -> float:
-    """From the schedules, alpha the latency and beta the slowest link's: an upper bound where links differ."""
+def expected_exchange_s(run: Run, nbytes: int) -> float | None:
+    """From the schedules, alpha the latency and beta the link's; None where links differ or nobody waits for all."""
     links = Topology.of(run.n, run.options["link"], run.options["latency"], server_count=run.n - run.workers)
-    rates = Rates(links.latency_s, 1 / min(links.bytes_per_s))
+    if len(set(links.bytes_per_s)) > 1 or run.strategy in ("param_server_async", "param_server_backup"):
+        return None
+    rates = Rates(links.latency_s, 1 / links.bytes_per_s[0])
     return sum(predicted_s(each, run.n, nbytes, rates) for each in collectives_of(run.strategy))
 
 
@@ -188,13 +205,14 @@ def links(folder: str | Path) -> Figure:
     figure = Figure(9.5, 4.2)
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
     for (link, runs), axes in zip(groups.items(), panels, strict=True):
-        held_equal(runs, same=())
+        held_equal(runs, but=("steps", "nodes"), same=())
         for row, of_strategy in enumerate(by_setting(runs, "strategy").values()):
             middle, least, largest = spread([1e3 * exchange_s(run) for run in of_strategy])
             axes.barh(row, middle, 0.6, color="#56B4E9")
             axes.errorbar(middle, row, xerr=[[middle - least], [largest - middle]], color="#222222", capsize=3)
-            expected_ms = 1e3 * expected_exchange_s(of_strategy[0], nbytes)
-            axes.plot([expected_ms] * 2, [row - 0.4, row + 0.4], color="#222222", linestyle=":", linewidth=1.6)
+            expected_s = expected_exchange_s(of_strategy[0], nbytes)
+            if expected_s is not None:
+                axes.plot([1e3 * expected_s] * 2, [row - 0.4, row + 0.4], color="#222222", linestyle=":", linewidth=1.6)
         axes.set_yticks(range(len(by_setting(runs, "strategy"))), list(by_setting(runs, "strategy")))
         axes.set(xlabel="ms of a step that are not compute (dotted: predicted)", xlim=(0, None))
         axes.set_title(f"links of {link}, latency {runs[0].options['latency']}", fontsize=10)
@@ -206,15 +224,16 @@ def links(folder: str | Path) -> Figure:
 def links_found(folder: str | Path) -> str:
     """Measured and predicted for each strategy."""
     nbytes = round(gradient_bytes(read_runs(folder)))
-    lines = [f"{nbytes:,} bytes of gradients; predicted with the slowest link in the place of all"]
+    lines = [f"{nbytes:,} bytes of gradients; predicted where all links are alike and everybody waits for everybody"]
     for link, runs in by_setting(read_runs(folder), "link").items():
         lines.append(f"links of {link}:")
         for strategy, of_strategy in by_setting(runs, "strategy").items():
             measured = 1e3 * statistics.median(exchange_s(run) for run in of_strategy)
-            expected = 1e3 * expected_exchange_s(of_strategy[0], nbytes)
-            lines.append(
-                f"  {strategy:28}{measured:8.1f} ms   predicted {expected:8.1f} ms   {measured / expected:5.2f}"
-            )
+            told = f"{measured:8.1f} ms"
+            expected_s = expected_exchange_s(of_strategy[0], nbytes)
+            if expected_s is not None:
+                told += f"   predicted {1e3 * expected_s:8.1f} ms   {measured / 1e3 / expected_s:5.2f}"
+            lines.append(f"  {strategy:28}{told}")
     return "\n".join(lines)
 
 

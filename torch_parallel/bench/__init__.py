@@ -40,6 +40,8 @@ def main(arguments: list[str]) -> None:
         allow_abbrev=False,
         add_help=len(arguments) < 2,
     )
-    parser.add_argument("name", choices=tuple(BENCHES), metavar=f"{{{','.join(BENCHES)}}}")
+    parser.add_argument(
+        "name", nargs="?", default="collectives", choices=tuple(BENCHES), metavar=f"{{{','.join(BENCHES)}}}"
+    )
     name = parser.parse_args(arguments[:1]).name
     BENCHES[name](arguments[1:])

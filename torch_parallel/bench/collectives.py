@@ -118,7 +118,7 @@ def _time_job(communicator: Communicator, operation: str, size_bytes: int, repea
     }
     if operation == "all_reduce":
         ways["ring, ordinary tensor"] = (tensor, partial(communicator.all_reduce, tensor, "ring"))
-    seconds, wrong = _alternate(communicator, ways, start, out, expected(operation, start, rank), repeats)
+    seconds, wrong = _alternate(communicator, ways, start, out, operation, repeats)
     slowest = communicator.all_ranks(seconds).amax(0)
     worst = communicator.all_ranks(wrong).amax(0)
     return [
@@ -131,7 +131,7 @@ def _alternate(
     ways: dict[str, tuple[Tensor, Callable[[], Tensor]]],
     start: Tensor,
     out: Tensor,
-    promised: tuple[slice, Tensor] | None,
+    operation: str,
     repeats: int,
 ) -> tuple[Tensor, Tensor]:
     """Seconds [ways, repeats] of this rank, and the wrong elements of each way [ways]."""
@@ -139,10 +139,12 @@ def _alternate(
     wrong = torch.zeros(len(ways), dtype=torch.int64)
     order = list(enumerate(ways.values()))
     for repeat in range(-WARM_UP, repeats):
-        checked = promised is not None and repeat in (-WARM_UP, repeats - 1)
+        if repeat == repeats - 1:
+            start += 1  # so that what lies there of the repeat before is wrong
+        promised = expected(operation, start, communicator.rank) if repeat in (-WARM_UP, repeats - 1) else None
         for index, (filled, perform) in order if repeat % 2 else reversed(order):
             torch.add(start, communicator.rank, out=filled)
-            if checked:
+            if promised:
                 out.fill_(-1)
             communicator.barrier()
             start_s = time.perf_counter()
@@ -150,7 +152,7 @@ def _alternate(
             elapsed_s = time.perf_counter() - start_s
             if repeat >= 0:
                 seconds[index, repeat] = elapsed_s
-            if checked and promised is not None:
+            if promised:
                 rows, values = promised
                 wrong[index] += (result.view_as(start)[rows] != values).sum()
             communicator.barrier()
@@ -209,7 +211,7 @@ def bench_collectives(operations: list[str], arguments: list[str]) -> None:
     name = operations[0] if len(operations) == 1 else "collectives"
     parser = OneLineParser(prog=f"python -m torch_parallel bench {name}", allow_abbrev=False)
     parser.add_argument("--n_gpus", type=int, nargs="+", default=[2], help="processes; one or more counts (default: 2)")
-    parser.add_argument("--largest_mb", type=float, default=100, help="no sizes above this many MiB (default: 100)")
+    parser.add_argument("--largest_mb", type=float, default=400, help="no sizes above this many MiB (default: 400)")
     parser.add_argument("--results_dir", default="results/runs", help="folder for a folder with the figures")
     options = parser.parse_args(arguments)
     for n in options.n_gpus:

@@ -89,14 +89,8 @@ class _Clocks:
         return max(self.now_s)
 
     def _advance(self, rank: int) -> None:
-        """Does what needs no peer: moves of its own, and the signals of the rounds that begin."""
-        while True:
-            while self.steps[rank] and isinstance(self.steps[rank][0], Local):
-                own_s = self._own_s(self.steps[rank].popleft())
-                self.now_s[rank] += own_s
-                self.moved_s += own_s
-            if self.steps[rank] or not self.programs[rank]:
-                return
+        """Does what needs no peer: the signals of the rounds that begin."""
+        while not self.steps[rank] and self.programs[rank]:
             self._begin(rank, self.programs[rank].popleft())
 
     def _begin(self, rank: int, this: Round) -> None:
@@ -123,6 +117,8 @@ class _Clocks:
         nbytes = self._bytes(step.chunks)
         self.readable_s[step.source] = start_s + self.rates.alpha_s + nbytes * self.rates.beta_s_per_byte
         self.now_s[rank] = self.readable_s[step.source] + step.reduce * nbytes * self.rates.gamma_s_per_byte
+        while self.steps[rank] and isinstance(self.steps[rank][0], Local):  # as the transport does, without a break
+            self.now_s[rank] += self._own_s(self.steps[rank].popleft())
         self.moved_s += self.now_s[rank] - start_s
         if not self.over_links:
             self.free_s[self.free_s.index(min(self.free_s))] = self.now_s[rank]

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 OptimizerFactory = Callable[[NamedParameters], Optimizer]
 
 ONLY_READ_GRADIENTS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-"""Optimizers that are known to leave `.grad` as it is. Some others change it, such as Rprop where it is vectorised."""
+"""Optimizers that, fused, are known to leave `.grad` as it is. Others change it, such as Nesterov's SGD vectorised."""
 
 
 class NotFinite(ArithmeticError):
@@ -271,7 +271,8 @@ class FromScratch(Strategy):
             self._settle()  # from here on the gradients may be written: by the scale, and by some optimizers
         with self._updating(bucket):
             optimizer = self.optimizers[bucket.index]
-            only_reads = scale == 1.0 and type(optimizer) in ONLY_READ_GRADIENTS
+            fused = all(group.get("fused") for group in optimizer.param_groups)
+            only_reads = scale == 1.0 and fused and type(optimizer) in ONLY_READ_GRADIENTS
             bucket.collect(copy=self.common_sums and self.transport.world_size > 1 and not only_reads)
             self._stop_if_overflown(bucket.gradients, bucket.named_views())
             if scale != 1.0:

@@ -36,6 +36,7 @@ class ParamServerBackup(Serving):
             raise ValueError(f"{backup_workers} backup workers of {len(self._workers)}: one must be waited for")
         self.backup_workers = backup_workers
         self._step = 0  # of the epoch, as the server sees it
+        self._told = dict.fromkeys(self._workers, 0)  # which step each worker was given last
         self._samples = [1] * len(self._workers)  # of each worker in this step; equal where no epoch is asked for
 
     @classmethod
@@ -58,7 +59,7 @@ class ParamServerBackup(Serving):
         yield from self._serve(steps) if self.updates_here else self._take_part(steps)
 
     def _serve(self, steps: list[Share]) -> Iterator[Share]:
-        self._step = 0
+        self._step, self._told = 0, dict.fromkeys(self._workers, 0)
         for each in steps:
             parts = [shard(each.count, index, len(self._workers)) for index in range(len(self._workers))]
             self._samples = [part.stop - part.start for part in parts]
@@ -77,8 +78,8 @@ class ParamServerBackup(Serving):
         kept: list[int] = []
         while not self._enough(kept):
             worker = self._next_push([each for each in self._workers if each not in kept])
-            if int(self._control.parts[worker][NEXT]) < self._step:
-                self._answer(worker, self._step)  # a late one: thrown away
+            if self._told[worker] < self._step:
+                self._tell(worker)  # a late one: thrown away
             else:
                 kept.append(worker)
         return sorted(kept)
@@ -106,12 +107,17 @@ class ParamServerBackup(Serving):
         self.tally.samples_lost += sum(left_out)
         self._step += 1
         for worker in self._kept:
-            self._answer(worker, self._step)
+            self._tell(worker)
+
+    def _tell(self, worker: int) -> None:
+        """Gives the worker the newest parameters, to work on the present step."""
+        self._told[worker] = self._step
+        self._answer(worker, self._step)
 
     def _release_the_late(self) -> None:
         """The epoch is over: whoever still works on a step of it is told so when it comes."""
-        behind = [worker for worker in self._workers if int(self._control.parts[worker][NEXT]) < self._step]
+        behind = [worker for worker in self._workers if self._told[worker] < self._step]
         while behind:
             worker = self._next_push(behind)
             behind.remove(worker)
-            self._answer(worker, self._step)
+            self._tell(worker)

@@ -82,7 +82,7 @@ class Serving(ParamServer):
         with self._exchanging():
             for bucket in self.buckets:
                 bucket.publish()
-            self.transport.tell(SERVER)
+            self.transport.tell(SERVER, pushed=[bucket.shared for bucket in self.buckets])
             self.transport.hear(SERVER, "the server's answer to a push", put=self.parameters)
             for bucket in self.buckets:
                 self._adopt(bucket)

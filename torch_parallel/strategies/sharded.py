@@ -15,7 +15,8 @@ et al., "ZeRO: memory optimizations toward training trillion parameter models", 
 rank has a copy of the parameters).
 
 Where links lie between the ranks nothing is in common: each rank has all parameters, and a third signal, an all-gather,
-brings those of the others' shards: reduce_scatter, update, all_gather.
+brings those of the others' shards: reduce_scatter, update, all_gather. Which parameters were used, which is read in the
+peers' memory else, is then exchanged too.
 
 The first signal says that a rank has finished backward: nobody reads the old parameters any more, which may be written.
 The second is the acknowledgement of the first, given only after the update: the peers' gradients have been read, and
@@ -33,7 +34,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from torch_parallel.collectives import DIRECT_ALL_GATHER, DIRECT_REDUCE_SCATTER, RING_ALL_GATHER
+from torch_parallel.collectives import ALL_REDUCE, DIRECT_ALL_GATHER, DIRECT_REDUCE_SCATTER, RING_ALL_GATHER
 from torch_parallel.collectives.schedule import chunk_bounds
 from torch_parallel.gradients.buckets import Bucket, NamedParameters, views_of
 from torch_parallel.strategies import optimizer_state
@@ -69,6 +70,7 @@ class ShardedParamServer(FromScratch):
         ]
         self.optimizers = [shard.optimizer for shard in self.shards if shard.optimizer is not None]
         self._norms = self.transport.share(world_size, torch.float64)
+        self._marks = [self.transport.share(len(bucket.parameters), bucket.flat.dtype) for bucket in self.buckets]
 
     def optimized(self) -> Iterable[tuple[NamedParameters, Optimizer]]:
         return [(shard.named_parameters, shard.optimizer) for shard in self.shards if shard.optimizer is not None]
@@ -79,6 +81,18 @@ class ShardedParamServer(FromScratch):
             bucket.publish()
             what = f"gradients of bucket {bucket.index}"
             self.transport.perform(DIRECT_REDUCE_SCATTER, self.gradients[bucket.index], what, acknowledge=False)
+            self.shards[bucket.index].used = self._used_anywhere(bucket)
+
+    def _used_anywhere(self, bucket: Bucket) -> list[float]:
+        """For each parameter how many ranks have used it: their marks came with their gradients, of the same signal."""
+        if self.transport.one_memory:
+            marks = torch.stack([part[bucket.numel :] for part in bucket.shared.parts]).sum(0)
+        else:
+            own = self._marks[bucket.index]
+            own.local.copy_(bucket.shared.local[bucket.numel :])
+            marks = self.transport.perform(ALL_REDUCE["one_shot"], own, f"use marks of bucket {bucket.index}")
+        used: list[float] = marks.tolist()
+        return used
 
     def update(self, bucket: Bucket, scale: float | None = 1.0) -> None:
         """Updates this rank's shard; `step` waits for the others'."""
@@ -165,7 +179,8 @@ class Shard:
     def __init__(
         self, bucket: Bucket, flat_parameters: Tensor, rank: int, world_size: int, optimizer_factory: OptimizerFactory
     ) -> None:
-        self.bucket = bucket
+        self.used: list[float] = []
+        """How many ranks have used each parameter of the bucket in this step."""
         start, stop = chunk_bounds(bucket.numel, world_size)[rank : rank + 2]
         self.sums = bucket.shared.local[start:stop]
         self.pieces = list(_pieces(bucket, flat_parameters, start, stop))
@@ -178,13 +193,9 @@ class Shard:
             )
 
     def collect(self) -> None:
-        """The sums have arrived: they are the pieces' gradients, or None where no worker used the parameter.
-
-        The use marks of all ranks are read in their memory: they are there with the gradients, of the same signal.
-        """
-        marks = torch.stack([part[self.bucket.numel :] for part in self.bucket.shared.parts]).sum(0).tolist()
+        """The sums have arrived: they are the pieces' gradients, or None where no worker used the parameter."""
         for piece in self.pieces:
-            piece.parameter.grad = piece.gradient if marks[piece.position] else None
+            piece.parameter.grad = piece.gradient if self.used[piece.position] else None
 
 
 def _pieces(bucket: Bucket, flat_parameters: Tensor, start: int, stop: int) -> Iterator[Piece]:

@@ -28,11 +28,16 @@ def flags(config: RunConfig, names: tuple[str, ...] = COMPUTE + LINKS) -> dict[s
 def check(config: RunConfig) -> None:
     """Raises ValueError with one line: the flag, its value, and what would do."""
     builtin, links = config.strategy in BUILTIN, config.link is not None or config.latency is not None
-    common = STRATEGIES[config.strategy].common_sums
+    common = STRATEGIES[config.strategy].common_sums and config.nodes != 1  # within a node nothing crosses a link
     one_memory = f"{config.strategy} needs memory that all workers have in common, which links have not: take another"
     of_nodes = "it says something of emulated nodes: give --nodes too"
     unlike = f"{config.strategy} exchanges by torch's own means, which know no emulated links: take another --strategy"
     for name, good, why in (
+        (
+            "straggler",
+            config.strategy != "ddp" or "x" not in (config.straggler or ""),
+            "ddp waits inside of backward, which would be multiplied too: give a time, as in 3:50ms",
+        ),
         ("compute_ms", 0 <= config.compute_ms < math.inf, "it must be finite and not < 0"),
         ("steps_csv", config.steps_csv is None or not builtin, f"what {config.strategy} waits for cannot be seen"),
         ("link", config.link is None or not builtin, unlike),

@@ -142,7 +142,8 @@ def _checkpoint_to_resume(config: RunConfig, dataset_name: str) -> tuple[str, st
 
 def _check_the_machine(config: RunConfig, dataset: Dataset, make_model: Callable[[], nn.Module]) -> None:
     strategy = STRATEGIES[config.strategy]
-    one_memory = emulation.topology(config) is None
+    links = emulation.topology(config)
+    one_memory = links is None or links.node_count == 1
     required = preflight.needs(
         make_model,
         itemsize=getattr(torch, config.dtype).itemsize,

@@ -73,6 +73,8 @@ class Transport(ABC):
         self.observer: Callable[[Transfer], None] | None = None
         self.over_link: Callable[[Pull], Pull] = lambda pull: pull
         """What emulated links make of each receive, once, when a schedule is bound (see `links.py`)."""
+        self.send_over_link: Callable[[int, int], None] = lambda peer, nbytes: None
+        """What they make of a push: the sender waits for it, so that who serves many waits for nobody's link."""
         self.one_memory = True
         """Whether what one rank writes into common memory is there for all at once; not where links lie between."""
         self._signals = signals
@@ -196,8 +198,13 @@ class Transport(ABC):
             self._wait(READ, reader, f"{doing}, end of the peer's reading", 0)
         del self._unsettled[:settled]
 
-    def tell(self, peer: int) -> None:
-        """Lets `peer` know that what this rank wrote for it is complete."""
+    def tell(self, peer: int, pushed: Iterable[SharedBuffer] = ()) -> None:
+        """Lets `peer` know that what this rank wrote for it is complete, and that it can read what is `pushed`."""
+        for buffer in pushed:
+            try:
+                self.send_over_link(peer, buffer.local.nbytes)
+            except WaitTimeout as timeout:
+                raise TransportError(f"rank {self.rank}, a push to rank {peer}: {timeout}") from None
         self._signals.post(READY, peer)
 
     def told(self, peer: int) -> bool:
@@ -209,7 +216,7 @@ class Transport(ABC):
         wait_start_s = time.perf_counter()
         self._wait(READY, peer, doing, 0)
         for buffer in put:
-            self._receive((peer, nothing, buffer.local, False), doing, wait_start_s)
+            self._receive(self.over_link((peer, nothing, buffer.local, False)), doing, wait_start_s)
             wait_start_s = time.perf_counter()
 
     def arrivals(self, peers: list[int], doing: str) -> list[int]:
@@ -224,7 +231,7 @@ class Transport(ABC):
         return came
 
     def read(self, buffer: SharedBuffer, peer: int, add: bool, purpose: str) -> None:
-        """Adds the peer's part to mine, or copies it over mine. The peer must leave it alone until it hears of me."""
+        """Adds the part that the peer has pushed to mine, or copies it over mine. It must leave it alone until then."""
         operation = buffer.local.add_ if add else buffer.local.copy_
         self._receive((peer, operation, buffer.parts[peer], add), purpose, time.perf_counter())
 
@@ -233,8 +240,8 @@ class Transport(ABC):
         buffer.parts[peer].copy_(buffer.local)
 
     def _receive(self, pull: Pull, purpose: str, wait_start_s: float) -> None:
-        """One message outside of schedules, whose sender has signalled; over an emulated link, if there is one."""
-        source, operation, theirs, reduce = self.over_link(pull)
+        """One message outside of schedules, whose sender has signalled."""
+        source, operation, theirs, reduce = pull
         start_s = time.perf_counter()
         try:
             operation(theirs)

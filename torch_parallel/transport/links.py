@@ -77,6 +77,11 @@ class EmulatedLinks:
         self._lock = lock
         self._deadline_s = deadline_s
 
+    @property
+    def within_one_node(self) -> bool:
+        """Whether nothing crosses a link."""
+        return self._topology.node_count == 1
+
     @staticmethod
     def bytes_needed(topology: Topology | None) -> int:
         return 0 if topology is None else 2 * 8 * len(topology.bytes_per_s)
@@ -88,14 +93,19 @@ class EmulatedLinks:
             return pull
 
         def over_the_link(theirs: Tensor) -> None:
-            end_s = self._reserve(source, theirs.nbytes)
+            end_s = self._reserve(source, self._rank, theirs.nbytes)
             operation(theirs)
             sleep_until(end_s)
 
         slow: Callable[[Tensor], Any] = over_the_link
         return source, slow, theirs, reduce
 
-    def _reserve(self, source: int, nbytes: int) -> float:
+    def send(self, peer: int, nbytes: int) -> None:
+        """Returns when so many bytes of this rank's have arrived at `peer`. Raises WaitTimeout."""
+        if self._topology.node_of[peer] != self._topology.node_of[self._rank]:
+            sleep_until(self._reserve(self._rank, peer, nbytes))
+
+    def _reserve(self, source: int, to: int, nbytes: int) -> float:
         """Takes the message's place in both queues; returns when it has arrived.
 
         Raises WaitTimeout where that is past the deadline.
@@ -103,7 +113,7 @@ class EmulatedLinks:
         topology, free_s = self._topology, self._free_s
         if nbytes == 0:  # a signal: it waits behind nothing
             return time.perf_counter() + topology.latency_s
-        sender, receiver = topology.nic_of[source], topology.nic_of[self._rank]
+        sender, receiver = topology.nic_of[source], topology.nic_of[to]
         egress, ingress = 2 * sender, 2 * receiver + 1
         with self._lock:
             now_s = time.perf_counter()
