@@ -7,10 +7,10 @@ The formulas beside the measurements, for n workers of which one takes s times a
     B backup workers, B >= 1        1: the slow one is not waited for
     jitter, exponential with mean m a step takes m H_n longer, with backup workers m (H_n - H_B)
 
-Beside a measurement, what else a step takes besides computing is added to both speeds, for it does not grow with s. With
-bounded staleness the slack of some steps evens jitter out: between m and m H_n, no formula.
-H_k = 1 + 1/2 + ... + 1/k. The last is the mean of the largest of n exponentially distributed numbers, or of the largest
-but B (Renyi, 1953).
+Beside a measurement, what else a step takes besides computing is added to both speeds, for it does not grow with s.
+With bounded staleness the slack of some steps evens jitter out: between m and m H_n, no formula. H_k = 1 + 1/2 + ... +
+1/k; the last formula is the mean of the largest of n exponentially distributed numbers, or of the largest but B (Renyi,
+1953).
 """
 
 from __future__ import annotations
