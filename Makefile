@@ -13,7 +13,8 @@ test: .venv/installed-dev
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
-	$(VENV)/python -m pytest
+	$(VENV)/python -m pytest -n 3 -m "not alone" --durations=20
+	$(VENV)/python -m pytest -m alone
 
 .venv/installed: requirements.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \

@@ -9,7 +9,7 @@ from torch_parallel.collectives import ALL_REDUCE
 from torch_parallel.collectives.cost import Rates, predicted_s
 
 SIZES = [4 << 10, 64 << 10, *(1 << power for power in range(20, 27))]
-TRUE = Rates(3e-6, 2e-10, 1e-10)
+TRUE = Rates(3e-6, 2e-10, 1e-10, contention=0.25)
 
 
 def made_with(rates: Rates, counts: tuple[int, ...], processors: int) -> list[Measured]:
@@ -25,8 +25,9 @@ def test_it_finds_the_rates_and_predicts_the_sizes_between_and_other_numbers_of_
     timings = made_with(TRUE, (2, 4), processors=8)
     found = fit(timings, processors=8)
     assert found.alpha_s == pytest.approx(3e-6, rel=0.02)
-    for _, beta, gamma in found.anchors:
+    for _, beta, gamma, contention in found.anchors:
         assert beta == pytest.approx(2e-10, rel=0.02) and gamma == pytest.approx(1e-10, rel=0.02)
+        assert contention == pytest.approx(0.25, rel=0.02)
     rows = compared(timings, found, processors=8)
     assert all(row["predicted_over_measured"] == pytest.approx(1, abs=0.02) for row in rows)
     fitted = {(row["n"], row["size_bytes"]) for row in rows if row["fitted"]}
@@ -40,7 +41,7 @@ def test_it_finds_the_rates_and_predicts_the_sizes_between_and_other_numbers_of_
 
 def test_errors_are_told_as_they_are() -> None:
     timings = [Measured("ring", 2, 1 << 21, 1.0), Measured("ring", 2, 1 << 20, 1.0)]
-    rates = Fit(0.0, ((1 << 20, 1.0 / (1 << 20), 0.0),))  # a second for each MiB that is moved
+    rates = Fit(0.0, ((1 << 20, 1.0 / (1 << 20), 0.0, 0.0),))  # a second for each MiB that is moved
     rows = compared(timings, rates, processors=2)
     # a ring of two moves half of the buffer twice: 2 MiB take 2 s and 1 MiB takes 1 s
     assert [(row["predicted_over_measured"], row["fitted"]) for row in rows] == [(2, False), (1, True)]
@@ -50,10 +51,10 @@ def test_errors_are_told_as_they_are() -> None:
 
 
 def test_between_two_sizes_the_rates_follow_the_logarithm_of_the_size() -> None:
-    rates = Fit(1e-6, ((1 << 20, 1e-10, 4e-10), (1 << 24, 3e-10, 2e-10)))
-    assert rates.at(1 << 22) == Rates(1e-6, pytest.approx(2e-10), pytest.approx(3e-10))
+    rates = Fit(1e-6, ((1 << 20, 1e-10, 4e-10, 0.0), (1 << 24, 3e-10, 2e-10, 0.4)))
+    assert rates.at(1 << 22) == Rates(1e-6, pytest.approx(2e-10), pytest.approx(3e-10), pytest.approx(0.2))
     assert rates.at(1 << 10) == Rates(1e-6, 1e-10, 4e-10)
-    assert rates.at(1 << 30) == Rates(1e-6, 3e-10, 2e-10)
+    assert rates.at(1 << 30) == Rates(1e-6, 3e-10, 2e-10, 0.4)
 
 
 def test_what_is_fitted() -> None:

@@ -200,7 +200,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     if options.name is None:
         for name, each in EXPERIMENTS.items():
-            print(f"{name:18}{each.what}; {len(each.cells)} cells, seeds {', '.join(map(str, each.seeds))}")
+            print(f"{name:22}{each.what}; {len(each.cells)} cells, seeds {', '.join(map(str, each.seeds))}")
         return
     experiment = EXPERIMENTS[options.name].quick() if options.quick else EXPERIMENTS[options.name]
     results_dir = options.results_dir or ("results/runs/quick" if options.quick else "results")

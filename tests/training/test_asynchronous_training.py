@@ -202,6 +202,7 @@ class Stopper:
                 os.kill(self.pids[2], signal.SIGCONT)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("strategy", "options", "samples"),
     [

@@ -26,6 +26,8 @@ from torch_parallel.transport.shared_memory import SharedMemoryTransport, Wiring
 
 MBIT = 125_000  # bytes a second
 
+pytestmark = pytest.mark.alone
+
 
 def pairs(name: str, messages: tuple[tuple[int, int], ...], chunks: int = 1) -> Collective:
     """A collective of one round in which the buffer goes over each (source, to) pair at once."""
@@ -191,7 +193,7 @@ def ends(topology: Topology, messages: list[tuple[int, int, int]], deadline_s: f
     """When messages (source, to, bytes) that are asked for now, in this order, have arrived, in seconds from now."""
     memory, lock = memoryview(bytearray(EmulatedLinks.bytes_needed(topology))), threading.Lock()
     ranks = [EmulatedLinks(topology, rank, memory, lock, deadline_s) for rank in range(topology.world_size)]
-    return [ranks[to]._reserve(source, nbytes) - 100 for source, to, nbytes in messages]
+    return [ranks[to]._reserve(source, to, nbytes) - 100 for source, to, nbytes in messages]
 
 
 @pytest.mark.parametrize(
