@@ -246,8 +246,8 @@ def test_emulation_changes_the_time_and_not_the_result(tmp_path: Path) -> None:
 
 
 def test_shards_cross_links_by_an_all_gather(tmp_path: Path) -> None:
-    """Memory is not in common over links: of 18 parameters each of 2 workers reads the other's 9, as of the gradients, and
-    the other's two use marks."""
+    """Memory is not in common over links: of 18 parameters each of 2 workers reads the other's 9, as of the gradients,
+    and the other's two use marks."""
     _, plain = run(tmp_path, "sharded_param_server", workers=2)
     _, linked = run(tmp_path, "sharded_param_server", workers=2, latency="1us")
     assert all(torch.equal(plain.weights[name], linked.weights[name]) for name in plain.weights)

@@ -5,6 +5,7 @@ slowest rank, and medians over the repeats are compared.
 
     python -m torch_parallel bench all_reduce --n_gpus 2       every all-reduce algorithm beside gloo's, and MPI's
     python -m torch_parallel bench collectives --n_gpus 2 4    all collectives, for several numbers of processes
+    python -m torch_parallel bench fit FOLDER                  latency and bandwidths of what such a bench measured
     python -m torch_parallel bench epoch --n_gpus 2            an epoch of training beside DistributedDataParallel's
     python -m torch_parallel bench step --n_gpus 2             a step of training beside it, and the memory of both
 
@@ -19,6 +20,7 @@ from functools import partial
 
 from torch_parallel.bench.collectives import bench_collectives
 from torch_parallel.bench.epoch import bench_epoch
+from torch_parallel.bench.fit import bench_fit
 from torch_parallel.bench.operations import ALGORITHMS
 from torch_parallel.bench.step import bench_step
 from torch_parallel.training.config import OneLineParser
@@ -26,6 +28,7 @@ from torch_parallel.training.config import OneLineParser
 BENCHES: dict[str, Callable[[list[str]], None]] = {
     "collectives": partial(bench_collectives, list(ALGORITHMS)),
     **{operation: partial(bench_collectives, [operation]) for operation in ALGORITHMS},
+    "fit": bench_fit,
     "epoch": bench_epoch,
     "step": bench_step,
 }

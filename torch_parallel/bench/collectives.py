@@ -6,7 +6,7 @@ timed of a buffer that was shared beforehand includes waiting until the peers ha
 
 from __future__ import annotations
 
-import json
+import contextlib
 import statistics
 import sys
 import tempfile
@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_parallel.bench import mpi
-from torch_parallel.bench.common import recorded, save, start_gloo, write_table
-from torch_parallel.bench.fit import Measured, compared, fit, told
+from torch_parallel.bench.common import recorded, save, start_gloo
+from torch_parallel.bench.fit import save_fit
 from torch_parallel.bench.operations import ALGORITHMS, base, bus_factor, by_gloo, expected
-from torch_parallel.collectives import ALL_REDUCE, Collective
+from torch_parallel.collectives import Collective
 from torch_parallel.communicator import Communicator
 from torch_parallel.devices import threads_per_worker, usable_cpus
 from torch_parallel.launcher import launch
@@ -238,23 +238,6 @@ def bench_collectives(operations: list[str], arguments: list[str]) -> None:
     if wrong:
         sys.exit(f"wrong results, so no figure above means anything: {', '.join(wrong)}")
     print("\nbandwidths in GB/s; times are medians of the slowest rank's; x gloo = gloo's time / this one's")
-    _save_fit(folder, rows)
     save(folder, rows)
-
-
-def _save_fit(folder: RunFolder, rows: list[dict[str, Any]]) -> None:
-    """fit.json and fit.csv: what the all-reduces' timings make of alpha, beta and gamma, and how well that predicts."""
-    timings = [
-        Measured(row["way"], row["n"], row["size_bytes"], row["time_us"] / 1e6)
-        for row in rows
-        if row["way"] in ALL_REDUCE
-    ]
-    processors = usable_cpus()
-    try:
-        made = fit(timings, processors)
-    except ValueError:
-        return  # too few sizes were asked for
-    compared_rows = compared(timings, made, processors)
-    (folder.path / "fit.json").write_text(json.dumps(made.as_json() | {"processors": processors}, indent=2) + "\n")
-    write_table(folder.path / "fit.csv", compared_rows)
-    print("\n".join(told(compared_rows)))
+    with contextlib.suppress(ValueError):  # too few sizes were asked for
+        save_fit(folder.path, usable_cpus())

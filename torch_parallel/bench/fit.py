@@ -1,9 +1,10 @@
 """Latency and bandwidth from timings, and how well they predict timings that they were not made from.
 
 In shared memory one alpha, beta and gamma cannot serve all sizes: what fits into the caches moves faster. So beta and
-gamma are fitted at a few sizes of the buffer, and in between they follow a straight line over the logarithm of the size
-(as in the parameterized LogP model of Kielmann, Bal and Verstoep, "Bandwidth-efficient collective communication for
-clustered wide area systems", 2000). Fitted are the relative errors, so that the small count as much as the large.
+gamma are fitted at a few sizes of the working set, which is all memory of all ranks that the collective uses, and in
+between they follow a straight line over the logarithm of the size (as in the parameterized LogP model of Kielmann, Bal
+and Verstoep, "Bandwidth-efficient collective communication for clustered wide area systems", 2000).
+Fitted are the logarithms of the ratios of predicted to measured, so that the small count as much as the large.
 
 Fitted on the fewest ranks and every other size; all else is predicted: the sizes between, and the other numbers of
 ranks, with as many processors as there are.
@@ -11,20 +12,26 @@ ranks, with as many processors as there are.
 
 from __future__ import annotations
 
+import csv
+import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy
 from scipy.optimize import least_squares
 
+from torch_parallel.bench.common import write_table
 from torch_parallel.collectives import ALL_REDUCE
 from torch_parallel.collectives.cost import Rates, predicted_s
+from torch_parallel.training.config import ConfigError, OneLineParser
 
 SMALLEST_ANCHOR = 1 << 20
 """Bytes of a buffer from which on its size counts; below, alpha rules."""
 SMALL = 64 << 10
+APART = 2.5
 
 
 @dataclass(frozen=True)
@@ -39,23 +46,37 @@ class Measured:
 
 @dataclass(frozen=True)
 class Fit:
-    """Rates by the size of the buffer."""
+    """Rates by the size of the working set."""
 
     alpha_s: float
-    anchors: tuple[tuple[int, float, float, float], ...]
-    """Bytes, beta and gamma in seconds a byte, and the contention, in the order of the bytes."""
+    contention: float
+    anchors: tuple[tuple[int, float, float], ...]
+    """Bytes, beta and gamma in seconds a byte, in the order of the bytes."""
+    seen: tuple[int, ...] = ()
+    """The sizes of buffers that were fitted."""
 
     def at(self, nbytes: int) -> Rates:
-        """The rates for a buffer of that size; beyond the anchors those of the nearest."""
+        """The rates for a working set of that size; beyond the anchors those of the nearest."""
         sizes = [math.log(anchor[0]) for anchor in self.anchors]
-        columns = list(zip(*self.anchors, strict=True))[1:]
-        return Rates(self.alpha_s, *(float(numpy.interp(math.log(nbytes), sizes, column)) for column in columns))
+        beta, gamma = (
+            float(numpy.interp(math.log(nbytes), sizes, [anchor[index] for anchor in self.anchors])) for index in (1, 2)
+        )
+        return Rates(self.alpha_s, beta, gamma, self.contention)
 
     def predicted_s(self, algorithm: str, n: int, nbytes: int, processors: int) -> float:
-        return predicted_s(ALL_REDUCE[algorithm], n, nbytes, self.at(nbytes), processors)
+        """Seconds of an all-reduce of a buffer of `nbytes` by that algorithm."""
+        rates = self.at(working_set(algorithm, n, nbytes))
+        return predicted_s(ALL_REDUCE[algorithm], n, nbytes, rates, processors)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def working_set(algorithm: str, n: int, nbytes: int) -> int:
+    """Bytes of memory that all ranks together use for a buffer of `nbytes`; a common result is there once."""
+    collective = ALL_REDUCE[algorithm]
+    regions = sum(collective.region_count(rank, n) for rank in range(n))
+    return nbytes * (regions - (n - 1) * collective.common_result)
 
 
 def fitted_sizes(sizes: Iterable[int]) -> list[int]:
@@ -70,39 +91,48 @@ def fit(timings: list[Measured], processors: int) -> Fit:
     of_fewest = [timing for timing in timings if timing.n == fewest]
     sizes = fitted_sizes(timing.nbytes for timing in of_fewest)
     small = [timing for timing in of_fewest if timing.nbytes <= SMALL]
-    if not sizes or not small:
+    large = [timing for timing in of_fewest if timing.nbytes in sizes]
+    if not large or not small:
         raise ValueError("a fit needs sizes of at most 64 KiB, for the latency, and of at least 1 MiB")
-    first = [timing for timing in of_fewest if timing.nbytes == sizes[0]]
-    alpha_s = _solved([*small, *first], processors, None).alpha_s
-    anchors = []
-    for size in sizes:
-        rates = _solved([timing for timing in of_fewest if timing.nbytes == size], processors, alpha_s)
-        anchors.append((size, rates.beta_s_per_byte, rates.gamma_s_per_byte, rates.contention))
-    return Fit(alpha_s, tuple(anchors))
+    first = [timing for timing in large if timing.nbytes == sizes[0]]
+    alpha_s = _solved([*small, *first], [SMALLEST_ANCHOR], processors, None).alpha_s
+    solved = _solved(large, _anchors(large), processors, alpha_s)
+    return replace(solved, seen=tuple(sizes))
 
 
-def _solved(timings: list[Measured], processors: int, alpha_s: float | None) -> Rates:
-    """The rates, alpha unless it is known, with the least squares of the logarithms of the errors."""
+def _anchors(timings: list[Measured]) -> list[int]:
+    """The working sets of the timings, none less than APART times the one before."""
+    anchors: list[int] = []
+    for size in sorted({working_set(each.algorithm, each.n, each.nbytes) for each in timings}):
+        if not anchors or size >= APART * anchors[-1]:
+            anchors.append(size)
+    return anchors
 
-    def rates(logarithms: Any) -> Rates:
-        values = [math.exp(each) for each in logarithms]
-        return Rates(*values) if alpha_s is None else Rates(alpha_s, *values)
+
+def _solved(timings: list[Measured], anchors: list[int], processors: int, alpha_s: float | None) -> Fit:
+    """The rates at the anchors, alpha unless it is known, with the least squares of the logarithms of the ratios."""
+
+    def made(logarithms: Any) -> Fit:
+        contention, *values = (math.exp(each) for each in logarithms)
+        alpha = values.pop() if alpha_s is None else alpha_s
+        pairs = zip(anchors, values[::2], values[1::2], strict=True)
+        return Fit(alpha, contention, tuple(pairs))
 
     def errors(logarithms: Any) -> list[float]:
-        tried = rates(logarithms)
+        tried = made(logarithms)
         return [
-            math.log(predicted_s(ALL_REDUCE[each.algorithm], each.n, each.nbytes, tried, processors) / each.seconds)
+            math.log(tried.predicted_s(each.algorithm, each.n, each.nbytes, processors) / each.seconds)
             for each in timings
         ]
 
-    start = [math.log(each) for each in (2e-6, 2e-10, 1e-10, 0.1)][0 if alpha_s is None else 1 :]
-    return rates(least_squares(errors, start).x)
+    start = [0.1, *([2e-10, 1e-10] * len(anchors)), *([2e-6] if alpha_s is None else [])]
+    return made(least_squares(errors, [math.log(each) for each in start], bounds=(-30, 3)).x)
 
 
 def compared(timings: list[Measured], made: Fit, processors: int) -> list[dict[str, Any]]:
     """A row for each timing: measured, predicted, their ratio, and whether the fit had seen it."""
     fewest = min(timing.n for timing in timings)
-    seen = {anchor[0] for anchor in made.anchors}
+    seen = set(made.seen)
     rows = []
     for each in timings:
         predicted = made.predicted_s(each.algorithm, each.n, each.nbytes, processors)
@@ -136,3 +166,30 @@ def told(rows: list[dict[str, Any]]) -> list[str]:
                 f"median {100 * errors[len(errors) // 2]:.0f} %, largest {100 * errors[-1]:.0f} %"
             )
     return lines
+
+
+def save_fit(folder: Path, processors: int) -> None:
+    """Of the bench.csv there makes fit.json, the rates, and fit.csv, what they predict. Raises ValueError as `fit`."""
+    with open(folder / "bench.csv", newline="") as file:
+        timings = [
+            Measured(row["way"], int(row["n"]), int(row["size_bytes"]), float(row["time_us"]) / 1e6)
+            for row in csv.DictReader(file)
+            if row["way"] in ALL_REDUCE
+        ]
+    made = fit(timings, processors)
+    rows = compared(timings, made, processors)
+    (folder / "fit.json").write_text(json.dumps(made.as_json() | {"processors": processors}, indent=2) + "\n")
+    write_table(folder / "fit.csv", rows)
+    print("\n".join(told(rows)))
+
+
+def bench_fit(arguments: list[str]) -> None:
+    """`python -m torch_parallel bench fit FOLDER`: fits anew what a bench of collectives has measured."""
+    parser = OneLineParser(prog="python -m torch_parallel bench fit", description=__doc__, allow_abbrev=False)
+    parser.add_argument("folder", type=Path, help="folder with the bench.csv of a bench of collectives")
+    folder = parser.parse_args(arguments).folder
+    try:
+        processors = json.loads((folder / "manifest.json").read_text())["machine"]["processors"]
+        save_fit(folder, processors)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{folder}: no timings to fit there ({error})") from None
