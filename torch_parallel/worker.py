@@ -21,6 +21,8 @@ from torch_parallel.communicator import Communicator
 from torch_parallel.lifeline import end_with_pipe
 from torch_parallel.mailbox import Outbox
 from torch_parallel.status import COMPUTING, RETURNING
+from torch_parallel.transport.base import Transport
+from torch_parallel.transport.cuda_ipc import connect_gpus
 from torch_parallel.transport.shared_memory import SharedMemoryTransport, Wiring
 
 
@@ -33,6 +35,7 @@ class Assignment:
     threads: int
     deadline_s: float
     device: str
+    performer: str
     wiring: Wiring
     outbox: Outbox
     shared: dict[str, tuple[int, tuple[int, ...], torch.dtype]]  # name -> offset in the arena, shape, dtype
@@ -93,18 +96,23 @@ def _exit_after(sentinel: int) -> None:
 
 
 def _communicator(assignment: Assignment) -> Communicator:
-    transport = SharedMemoryTransport(assignment.wiring, assignment.rank, assignment.deadline_s)
+    host = SharedMemoryTransport(assignment.wiring, assignment.rank, assignment.deadline_s)
     device = torch.device(assignment.device)
+    transport: Transport = host
     if device.type == "cuda":
-        device = torch.device("cuda", assignment.rank)
+        device = torch.device("cuda", assignment.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        transport, obstacle = connect_gpus(host, device, assignment.deadline_s, assignment.performer)
+        if obstacle and assignment.rank == 0:
+            print(f"what GPUs exchange goes through the host's memory: {obstacle}", flush=True)
     return Communicator(
         transport,
-        transport.status,
+        host.status,
         assignment.outbox,
         assignment.server_count,
         device,
         {name: assignment.wiring.arena.tensor(*where) for name, where in assignment.shared.items()},
+        host_transport=None if transport is host else host,
     )
 
 

@@ -24,9 +24,9 @@ Share = Callable[[int, torch.dtype], SharedBuffer]
 class Bucket:
     """Some parameters of one dtype and device, and the flat buffer of their gradients.
 
-    `shared` holds [numel + len(parameters)] elements in host memory: gradients, then use marks. On the CPU the `.grad`s
-    are views of it. On a GPU they are views of `flat`, a buffer of the same shape on the device, and `publish` and
-    `collect` copy between the two.
+    `shared` holds [numel + len(parameters)] elements that peers reach: gradients, then use marks. The `.grad`s are
+    views of it. Only where GPUs do not reach each other's memory it lies in the host's; then the `.grad`s are views of
+    `flat`, a buffer of the same shape on the GPU, and `publish` and `collect` copy between the two.
     """
 
     def __init__(self, index: int, parameters: NamedParameters, share: Share) -> None:
@@ -35,8 +35,8 @@ class Bucket:
         self.numel = sum(parameter.numel() for _, parameter in parameters)
         first = parameters[0][1]
         self.shared = share(self.numel + len(parameters), first.dtype)
-        on_host = first.device.type == "cpu"
-        self.flat = self.shared.local if on_host else torch.zeros_like(self.shared.local, device=first.device)
+        in_place = self.shared.local.device == first.device
+        self.flat = self.shared.local if in_place else torch.zeros_like(self.shared.local, device=first.device)
         self.views = list(views_of(self.flat, parameters))
         self._used: set[int] = set()
         for position, (_, parameter) in enumerate(parameters):
@@ -56,8 +56,11 @@ class Bucket:
 
     def publish(self) -> None:
         """The gradients of this rank are complete: marks what it used and lets peers see it."""
-        marks = [float(position in self._used) for position in range(len(self.parameters))]
-        self.flat[self.numel :] = torch.tensor(marks, dtype=self.flat.dtype)
+        if len(self._used) == len(self.parameters):
+            self.flat[self.numel :] = 1.0  # a GPU fills it by itself; anything else it has to be sent
+        else:
+            marks = [float(position in self._used) for position in range(len(self.parameters))]
+            self.flat[self.numel :] = torch.tensor(marks, dtype=self.flat.dtype)
         if self.flat is not self.shared.local:
             self.shared.local.copy_(self.flat)
 
@@ -65,6 +68,8 @@ class Bucket:
         """The sums have arrived: `.grad` is the sum over all workers, or None where no worker used the parameter."""
         if self.flat is not self.shared.local:
             self.flat.copy_(self.shared.local)
+        if len(self._used) == len(self.parameters):
+            return  # what this rank used counts, whatever the others did; and nobody waits for the GPU to say so
         for (_, parameter), mark in zip(self.parameters, self.shared.local[self.numel :].tolist(), strict=True):
             if not mark:
                 parameter.grad = None

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, get_type_hints
 from torch_parallel.strategies import STRATEGIES
 from torch_parallel.training.optimizers import DEFAULT_LR, OPTIMIZERS
 from torch_parallel.training.schedule import SCHEDULES
+from torch_parallel.transport.cuda_ipc import PERFORMERS
 from torch_parallel.workloads import DATASETS, MODELS
 
 NOT_FINITE = ("stop", "skip")
@@ -64,6 +65,11 @@ class RunConfig:
     test_size: int | None = flag(None, "test on a seeded random subset of this many samples (default: all)")
     seed: int = flag(0, "seed of initial weights, sample order, subset and dropout")
     device: str = flag("auto", "where workers train; auto takes the GPUs where there are any", DEVICES)
+    performer: str = flag(
+        "auto",
+        "what performs exchanges between GPUs: torch's operations, or a Triton kernel (auto, if installed)",
+        PERFORMERS,
+    )
     dtype: str = flag("float32", "type of parameters and gradients", DTYPES)
     lr_schedule: str = flag("constant", "how the learning rate falls after the warm-up", tuple(SCHEDULES))
     warmup_steps: int = flag(0, "steps over which the learning rate rises linearly")
@@ -81,8 +87,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name, annotation in get_type_hints(RunConfig).items():
             self._check_type(name, _kinds(annotation))
-        for name in ("strategy", "optimizer", "model", "dataset", "device", "dtype", "lr_schedule", "not_finite"):
-            self._check_choice(name)
+        for name, each in type(self).__dataclass_fields__.items():
+            if each.metadata["choices"] is not None:
+                self._check_choice(name)
         servers = STRATEGIES[self.strategy].server_count
         if self.n_gpus is not None:
             self._check("n_gpus", self.n_gpus >= 1, "at least 1 process is needed")

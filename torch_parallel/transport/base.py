@@ -9,6 +9,8 @@ The contract, which `tests/transport/test_conformance.py` holds against every tr
 - After `perform` returns, this rank's buffer holds its result. Peers may still be reading it until `settle` returns;
   nobody may write into a shared buffer before that.
 - Every wait ends at the deadline with an error that names rank, peer, purpose and round.
+- A transport of GPUs (`cuda_ipc.py`) only enqueues: "returns when" means that what the stream is given afterwards sees
+  it, and `synchronize` waits for it. All others do everything at once.
 - `waited_s[peer]` adds up the seconds that this rank waited for that peer.
 - An `observer`, if there is one, is called with a `Transfer` for each message received. Without one, nothing is paid.
 """
@@ -97,6 +99,7 @@ class SharedBuffer:
     parts: list[Tensor]
     rank: int
     plans: dict[Collective, Plan] = field(default_factory=dict)
+    tables: dict[Collective, Any] = field(default_factory=dict)  # the same, for the GPU's kernel
 
     @property
     def local(self) -> Tensor:
@@ -183,8 +186,10 @@ class Transport(ABC):
                     else:
                         wait_start_s = time.perf_counter()
                         wait(READY, source, doing, round_index)
+                        self.synchronize()
                         start_s = time.perf_counter()
                         operation(theirs)
+                        self.synchronize()
                         end_s = time.perf_counter()
                         times = (wait_start_s, start_s, end_s)
                         observer(Transfer(source, self.rank, theirs.nbytes, purpose, round_index, *times, reduce))
@@ -195,6 +200,9 @@ class Transport(ABC):
         for source in plan.acknowledge:
             post(READ, source)
         self._unsettled += [(reader, doing) for reader in plan.readers]
+
+    def synchronize(self) -> None:  # noqa: B027  # most do everything at once
+        """Returns when what was called before is done, for transports that only enqueue it. Raises TransportError."""
 
     def settle(self) -> None:
         """Returns when no peer reads this rank's memory any more, so that it may be written."""

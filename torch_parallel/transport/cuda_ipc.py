@@ -1,0 +1,228 @@
+"""Processes with a GPU each: buffers lie in GPU memory that all of them map, so a receive reads the peer's over NVLink.
+
+Everything is enqueued on the current stream, in the order of the calls, and runs without the host: `perform` and
+`settle` return at once, and what the same stream is given afterwards sees their effect. `synchronize` and `agree` wait
+for it. So an error of a wait is raised by a later call than the one that enqueued it; it names the earlier one.
+
+A schedule is performed in one of two ways, with the same result:
+- plain: each round is a write of a flag, a wait for a flag, and torch's `add_` or `copy_` on the peer's memory, as
+  `base.py` reads (`stream_signals.py`);
+- Triton: one kernel performs the whole schedule (`kernel.py`), faster above all for small buffers.
+
+Control, texts to agree on and handles of memory, goes through the transport of the host.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from torch_parallel.collectives.schedule import Collective
+from torch_parallel.transport.base import READY, SharedBuffer, Transport, TransportError
+from torch_parallel.transport.cuda_driver import DriverError, streams_can_wait
+from torch_parallel.transport.stream_signals import StreamSignals, Watchdog, flag_words
+
+if TYPE_CHECKING:
+    from torch_parallel.transport.triton_performer import TritonPerformer
+
+Handle = tuple[Any, dict[str, Any]]  # a function that rebuilds a tensor, and its arguments
+
+PERFORMERS = ("auto", "plain", "triton")
+"""Who performs schedules on GPUs; auto is triton where it is installed."""
+
+SLAB_BYTES = 32 << 20
+"""Memory is shared in pieces of at least this size, since each costs every peer a mapping."""
+ALIGNMENT = 512
+NOTICE_BYTES = 4096
+
+
+def connect_gpus(host: Transport, device: torch.device, deadline_s: float, performer: str) -> tuple[Transport, str]:
+    """The transport between the ranks' GPUs; or the host's, and why these GPUs cannot reach each other's memory.
+
+    `device` is this rank's and the current one. All ranks get the same kind. `deadline_s` bounds every wait. Raises
+    TransportError where `performer` is triton and there is none, or the first signals do not arrive.
+    """
+    board = Noticeboard(host)
+    obstacles = board.exchange(_obstacle(device, board.exchange(device.index)))
+    flags: list[Tensor] = []
+    arena = CudaArena(board, host.rank, device)
+    if not any(obstacles):
+        try:
+            flags = arena.allocate(flag_words(host.world_size), torch.int32)
+            obstacles = board.exchange("")
+        except RuntimeError as error:  # a container may forbid it
+            obstacles = board.exchange(f"GPU memory of another process cannot be mapped: {_first_line(error)}")
+    found = [f"{obstacle} (rank {rank})" for rank, obstacle in enumerate(obstacles) if obstacle]
+    if found:
+        return host, found[0]
+    transport = CudaIpcTransport(host, arena, flags, deadline_s, performer)
+    transport.meet()
+    return transport, ""
+
+
+def _obstacle(device: torch.device, indices: list[int]) -> str:
+    """Why this rank cannot take part; an empty text where it can."""
+    try:
+        torch.cuda.init()
+        if not streams_can_wait(device.index):
+            return f"streams of {torch.cuda.get_device_name(device)} cannot wait for memory"
+    except DriverError as error:
+        return str(error)
+    for index in indices:
+        if index != device.index and not torch.cuda.can_device_access_peer(device, index):
+            return f"GPU {device.index} cannot reach the memory of GPU {index}"
+    return ""
+
+
+class Noticeboard:
+    """Small objects from each rank to all, through the host's memory."""
+
+    def __init__(self, host: Transport) -> None:
+        self._host = host
+        self._buffer = host.share(NOTICE_BYTES, torch.uint8)
+
+    def exchange(self, thing: Any) -> list[Any]:
+        """Everybody's picklable `thing`, by rank. All ranks call it."""
+        data = pickle.dumps(thing)
+        self._buffer.local[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._host.agree("read notices")
+        everyones = [pickle.loads(part.numpy().tobytes()) for part in self._buffer.parts]
+        self._host.agree("have read notices")
+        return everyones
+
+
+class CudaArena:
+    """GPU memory of every rank, mapped by all ranks and never given back: a peer may read it as long as it lives."""
+
+    def __init__(self, board: Noticeboard, rank: int, device: torch.device) -> None:
+        self._board = board
+        self._rank = rank
+        self._device = device
+        self._slabs: list[list[Tensor]] = []
+        self._next_byte = 0
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """[numel] of every rank, zero-filled, as this GPU reaches it. All ranks call it, with the same arguments."""
+        nbytes = numel * dtype.itemsize
+        if not self._slabs or self._next_byte + nbytes > self._slabs[-1][self._rank].numel():
+            self._slabs.append(self._new_slabs(max(SLAB_BYTES, nbytes)))
+            self._next_byte = 0
+        start, stop = self._next_byte, self._next_byte + nbytes
+        self._next_byte += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return [slab[start:stop].view(dtype) for slab in self._slabs[-1]]
+
+    def _new_slabs(self, nbytes: int) -> list[Tensor]:
+        mine = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        torch.cuda.current_stream(self._device).synchronize()  # peers do not see a zero that is still being written
+        everyones = self._board.exchange(_handle(mine))
+        return [mine if rank == self._rank else self._open(handle) for rank, handle in enumerate(everyones)]
+
+    def _open(self, handle: Handle | str) -> Tensor:
+        """A peer's tensor, as memory that *this* GPU reaches. With the peer's own number kernels here fault on it."""
+        if isinstance(handle, str):
+            raise RuntimeError(handle)
+        rebuild, arguments = handle
+        tensor: Tensor = rebuild(**{**arguments, "storage_device": self._device.index})
+        return tensor
+
+
+def _handle(tensor: Tensor) -> Handle | str:
+    """By what another process rebuilds the tensor, its arguments by name; or why there is no such thing."""
+    try:
+        rebuild, arguments = reduce_tensor(tensor)
+    except RuntimeError as error:
+        return _first_line(error)
+    named = dict(zip(inspect.signature(rebuild).parameters, arguments, strict=False))
+    if "storage_device" not in named:
+        return f"torch {torch.__version__} shares CUDA tensors in a way that is not known here"
+    return rebuild, named
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n")[0]
+
+
+class CudaIpcTransport(Transport):
+    """The transport of one rank's GPU. Make it with `connect_gpus`."""
+
+    def __init__(
+        self, host: Transport, arena: CudaArena, flags: list[Tensor], deadline_s: float, performer: str = "auto"
+    ) -> None:
+        self.device = flags[host.rank].device
+        self._stream_signals = StreamSignals(host.rank, flags)
+        super().__init__(host.rank, host.world_size, self._stream_signals)
+        self._host = host
+        self._arena = arena
+        self.triton: TritonPerformer | None = None
+        """What performs schedules where it can; None for the plain way."""
+        if performer != "plain":
+            self.triton = self._make_triton(deadline_s, required=performer == "triton")
+        self._watchdog = Watchdog(host.rank, self._stream_signals, deadline_s, self._kernels_complaint)
+
+    def _make_triton(self, deadline_s: float, required: bool) -> TritonPerformer | None:
+        if importlib.util.find_spec("triton") is None:
+            if required:
+                raise TransportError(
+                    "--performer triton: triton is not installed; install it, or take --performer plain"
+                )
+            return None
+        from torch_parallel.transport.triton_performer import FLAGS_PER_PEER, TritonPerformer
+
+        flags = self._arena.allocate(self.world_size * FLAGS_PER_PEER, torch.int32)
+        return TritonPerformer(self.rank, flags, deadline_s)
+
+    def meet(self) -> None:
+        """Exchanges a first signal with every peer, which shows that flags written there arrive here."""
+        peers = [peer for peer in range(self.world_size) if peer != self.rank]
+        for peer in peers:
+            self._signals.post(READY, peer)
+        for peer in peers:
+            self._signals.wait(READY, peer, "the first signal between GPUs", 0)
+        self.synchronize()
+
+    def share(self, numel: int, dtype: torch.dtype) -> SharedBuffer:
+        self.agree(f"share {numel} elements of {dtype}")  # before memory is exchanged, not only after
+        return super().share(numel, dtype)
+
+    def perform(self, collective: Collective, buffer: SharedBuffer, purpose: str = "") -> None:
+        self._watchdog.raise_failure()
+        if self.triton is None or self.observer is not None or not self.triton.can_perform(buffer):
+            super().perform(collective, buffer, purpose)
+            return
+        for source, nbytes in self.triton.perform(collective, buffer, purpose or collective.name):
+            self.received_bytes[source] += nbytes
+
+    def settle(self) -> None:
+        self._watchdog.raise_failure()
+        super().settle()
+
+    def synchronize(self) -> None:
+        """Returns when the current stream has done all that it was given. Raises TransportError."""
+        torch.cuda.current_stream(self.device).synchronize()
+        complaint = self._kernels_complaint()
+        if complaint is not None:
+            self._watchdog.fail(complaint)
+        self._watchdog.raise_failure()
+
+    def agree(self, text: str) -> None:
+        self.settle()
+        self.synchronize()
+        self._host.agree(text)
+
+    def _kernels_complaint(self) -> str | None:
+        return None if self.triton is None else self.triton.complaint()
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        return self._arena.allocate(numel, dtype)
+
+    def _describe(self, text: str) -> None:
+        self._host._describe(text)
+
+    def _description(self, peer: int) -> str:
+        return self._host._description(peer)

@@ -1,0 +1,147 @@
+"""One Triton kernel performs any schedule, from its table (`schedule_table.py`), without the host in between.
+
+The programs of the grid do not talk to each other. Every chunk is cut into blocks, program p of every GPU takes the
+same share of them, and performs the whole table on that share; so it waits only for the programs of the same number on
+the other GPUs. They signal with numbers in the waiter's memory, one word for each pair of GPUs and program, that only
+grow. A signal is released and awaited with system scope, which makes the peer's elements visible before it.
+
+Sums are made in float32 (float64 for float64), of all sources of a REDUCE in one pass over memory.
+
+Every wait has a limit. A program that reaches it notes in `gave_up` for what it waited, and ends; kernels launched
+after that do nothing. So no GPU spins for ever for a peer that is gone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from torch_parallel.transport import schedule_table
+
+MOST_PROGRAMS = 256
+"""Words of flags for each pair of GPUs."""
+PEERS_IN_A_NOTE = 1 << 12
+"""`gave_up` holds 0, or operation << 32 | row * PEERS_IN_A_NOTE + peer + 1."""
+
+ELEMENTS = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float64: tl.float64,
+}
+"""The dtypes that the kernel adds."""
+
+_SIGNAL = tl.constexpr(schedule_table.SIGNAL)
+_WAIT = tl.constexpr(schedule_table.WAIT)
+_COPY = tl.constexpr(schedule_table.COPY)
+_HEAD = tl.constexpr(schedule_table.HEAD)
+_PEERS_IN_A_NOTE = tl.constexpr(PEERS_IN_A_NOTE)
+
+
+@triton.jit
+def _nanoseconds():  # type: ignore[no-untyped-def]
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def _came(flag, number, limit_ns):  # type: ignore[no-untyped-def]
+    """Waits until the flag has reached `number`; 1 where it has, 2 where it has not within the limit."""
+    state = 0
+    start = _nanoseconds()
+    while state == 0:
+        if tl.atomic_add(flag, 0, sem="acquire", scope="sys") - number >= 0:  # numbers may wrap around
+            state = 1
+        elif _nanoseconds() - start > limit_ns:
+            state = 2
+    tl.debug_barrier()  # all threads of the program see what the one that looked has seen
+    return state
+
+
+@triton.jit
+def _block(
+    row, block, start, stop, memory, mine, SUMS: tl.constexpr, SOURCES: tl.constexpr, ELEMENT: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Performs a COPY or, if SUMS, a REDUCE on one block; WHOLE blocks lie inside [start, stop) and need no mask."""
+    offset = block.to(tl.int64) * BLOCK
+    lanes = tl.arange(0, BLOCK)
+    inside = (offset + lanes >= start) & (offset + lanes < stop)
+    to = mine + offset + lanes
+    if SUMS:
+        total = (tl.load(to) if WHOLE else tl.load(to, mask=inside)).to(ACCUMULATOR)
+        for index in tl.static_range(SOURCES):
+            source = tl.load(memory + tl.load(row + _HEAD + index)).to(tl.pointer_type(ELEMENT))
+            from_ = tl.multiple_of(source, 16) + offset + lanes
+            total += (tl.load(from_) if WHOLE else tl.load(from_, mask=inside)).to(ACCUMULATOR)
+        value = total.to(ELEMENT)
+    else:
+        source = tl.load(memory + tl.load(row + 1)).to(tl.pointer_type(ELEMENT))
+        from_ = tl.multiple_of(source, 16) + offset + lanes
+        value = tl.load(from_) if WHOLE else tl.load(from_, mask=inside)
+    if WHOLE:
+        tl.store(to, value)
+    else:
+        tl.store(to, value, mask=inside)
+
+
+@triton.jit
+def _share(
+    row, memory, mine, program, SUMS: tl.constexpr, SOURCES: tl.constexpr, ELEMENT: tl.constexpr,
+    ACCUMULATOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """This program's share of the chunk [start, stop): some of the blocks that it touches, side by side.
+
+    Blocks begin at multiples of BLOCK from the buffer's start, so they are aligned however the buffer was cut into
+    chunks; only a chunk's first and last block may be partly another's.
+    """
+    start = tl.load(row + 2)
+    stop = tl.load(row + 3)
+    first = start // BLOCK
+    count = tl.cdiv(stop, BLOCK) - first
+    each = tl.cdiv(count, tl.num_programs(0))
+    begin = first + program * each
+    end = tl.minimum(begin + each, first + count)
+    for block in range(begin.to(tl.int32), end.to(tl.int32)):
+        if (block.to(tl.int64) * BLOCK >= start) & ((block.to(tl.int64) + 1) * BLOCK <= stop):
+            _block(row, block, start, stop, memory, mine, SUMS, SOURCES, ELEMENT, ACCUMULATOR, BLOCK, True)
+        else:
+            _block(row, block, start, stop, memory, mine, SUMS, SOURCES, ELEMENT, ACCUMULATOR, BLOCK, False)
+
+
+@triton.jit(do_not_specialize=["row_count", "rank", "base", "limit_ns"])
+def perform_table(
+    table, row_count, memory, flags, gave_up, rank, base, limit_ns, WIDTH: tl.constexpr, SOURCES: tl.constexpr,
+    ELEMENT: tl.constexpr, ACCUMULATOR: tl.constexpr, BLOCK: tl.constexpr, FLAGS: tl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Performs `table` [row_count, WIDTH] of int64 on this rank's buffer.
+
+    memory, flags   [world_size] of int64: addresses of every rank's buffer and flags, as this GPU reaches them
+    gave_up         one int64, 0 while all is well
+    base            what the numbers of this operation are counted from, the same on all ranks
+    """
+    program = tl.program_id(0)
+    mine = tl.multiple_of(tl.load(memory + rank).to(tl.pointer_type(ELEMENT)), 16)
+    my_flags = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
+    index = 0
+    if tl.load(gave_up) != 0:
+        index = row_count
+    while index < row_count:
+        row = table + index * WIDTH
+        kind = tl.load(row)
+        if kind == _SIGNAL:
+            tl.debug_barrier()  # all threads of the program have written and read
+            theirs = tl.load(flags + tl.load(row + 1)).to(tl.pointer_type(tl.int32)) + rank * FLAGS + program
+            tl.atomic_xchg(theirs, base + tl.load(row + 2).to(tl.int32), sem="release", scope="sys")
+        elif kind == _WAIT:
+            peer = tl.load(row + 1)
+            number = base + tl.load(row + 2).to(tl.int32)
+            if _came(my_flags + peer * FLAGS + program, number, limit_ns) == 2:
+                note = (base.to(tl.int64) << 32) | (index * _PEERS_IN_A_NOTE + peer + 1)
+                tl.atomic_cas(gave_up, tl.zeros((), tl.int64), note)
+                index = row_count
+        elif kind == _COPY:
+            _share(row, memory, mine, program, False, SOURCES, ELEMENT, ACCUMULATOR, BLOCK)
+        else:
+            _share(row, memory, mine, program, True, SOURCES, ELEMENT, ACCUMULATOR, BLOCK)
+        index += 1

@@ -1,0 +1,145 @@
+"""Performs schedules by the kernel of `kernel.py`: one launch an operation, whatever its rounds."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from torch_parallel.collectives.schedule import Collective, chunk_bounds
+from torch_parallel.transport import kernel
+from torch_parallel.transport.base import SharedBuffer
+from torch_parallel.transport.schedule_table import COPY, HEAD, REDUCE, Program, compile_schedule
+
+FLAGS_PER_PEER = kernel.MOST_PROGRAMS
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The grid: programs, the bytes of a block, the warps of a program."""
+
+    programs: int
+    block_bytes: int
+    warps: int
+
+
+BY_BUFFER_BYTES = (
+    (256 << 10, Settings(16, 8 << 10, 16)),
+    (4 << 20, Settings(32, 16 << 10, 16)),
+    (32 << 20, Settings(64, 16 << 10, 16)),
+    (1 << 62, Settings(120, 16 << 10, 16)),
+)
+"""Up to how many bytes of a buffer which settings serve best; chosen on two H100."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A schedule bound to the memory of one buffer, in the GPU's memory."""
+
+    program: Program
+    rows: Tensor  # [instructions, width] of int64
+    memory: Tensor  # [world_size] of int64: where each rank's buffer lies
+    longest_chunk: int  # elements
+    received: list[tuple[int, int]]  # bytes read from each peer, once per performance
+
+
+class TritonPerformer:
+    """One rank's launches. All ranks launch the same operations in the same order, with the same settings."""
+
+    def __init__(self, rank: int, flags: list[Tensor], deadline_s: float) -> None:
+        """`flags[r]`, [world_size * FLAGS_PER_PEER] of int32, zero at first, lies in rank r's memory."""
+        self.rank = rank
+        self.world_size = len(flags)
+        self.device = flags[rank].device
+        self.most_programs = kernel.MOST_PROGRAMS
+        """Fewer leave multiprocessors to what runs beside the exchange; the same on all ranks."""
+        self.settings: Settings | None = None
+        """In place of those by size; the same on all ranks."""
+        self._gave_up = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._flags = _addresses(flags)
+        self._limit_ns = int(deadline_s * 1e9)
+        self._base = 0
+        self._launched: deque[tuple[int, str, Program]] = deque(maxlen=4096)  # more than a stream can hold
+
+    def can_perform(self, buffer: SharedBuffer) -> bool:
+        return buffer.local.dtype in kernel.ELEMENTS and buffer.local.numel() > 0
+
+    def perform(self, collective: Collective, buffer: SharedBuffer, doing: str) -> list[tuple[int, int]]:
+        """Enqueues the operation, the acknowledgement of its reads included; returns the bytes read from each peer."""
+        table = buffer.tables.get(collective)
+        if table is None:
+            table = buffer.tables[collective] = self._bind(collective, buffer)
+        if not table.program.instructions:  # a single rank
+            return []
+        dtype = buffer.local.dtype
+        settings = self.settings or _settings_for(buffer.local.nbytes)
+        block = settings.block_bytes // dtype.itemsize
+        programs = max(1, min(settings.programs, self.most_programs, -(-table.longest_chunk // block)))
+        self._launched.append((self._base, doing, table.program))
+        kernel.perform_table[(programs,)](
+            table.rows,
+            len(table.program.instructions),
+            table.memory,
+            self._flags,
+            self._gave_up,
+            self.rank,
+            self._base,
+            self._limit_ns,
+            WIDTH=table.program.width,
+            SOURCES=table.program.source_count,
+            ELEMENT=kernel.ELEMENTS[dtype],
+            ACCUMULATOR=tl.float64 if dtype == torch.float64 else tl.float32,
+            BLOCK=block,
+            FLAGS=FLAGS_PER_PEER,
+            num_warps=settings.warps,
+        )
+        self._base = _wrapped(self._base + table.program.signals)
+        return table.received
+
+    def complaint(self) -> str | None:
+        """What a kernel gave up to wait for, and who did not come; None while all came. Waits for the stream."""
+        note = int(self._gave_up)
+        if note == 0:
+            return None
+        row, peer = divmod(note & 0xFFFFFFFF, kernel.PEERS_IN_A_NOTE)
+        doing = next((self._describe(row, *each) for each in list(self._launched) if each[0] == note >> 32), "long ago")
+        return f"{doing}: no signal from rank {peer - 1} for {self._limit_ns / 1e9:.1f} s"
+
+    def _describe(self, row: int, base: int, doing: str, program: Program) -> str:
+        number = program.instructions[row].round
+        return f"{doing}, " + ("end of the peer's reading" if number is None else f"round {number}")
+
+    def _bind(self, collective: Collective, buffer: SharedBuffer) -> Table:
+        program = compile_schedule(collective, self.rank, self.world_size)
+        bounds = chunk_bounds(buffer.local.numel(), collective.chunk_count(self.world_size))
+        rows = program.rows(bounds)
+        received: Counter[int] = Counter()
+        for kind, peer, start, stop, *sources in rows:
+            if kind in (COPY, REDUCE):
+                for source in sources if kind == REDUCE else [peer]:
+                    received[source] += (stop - start) * buffer.local.itemsize
+        return Table(
+            program,
+            torch.tensor(rows, dtype=torch.int64, device=self.device).view(-1, HEAD + program.source_count),
+            _addresses(buffer.parts),
+            max(stop - start for start, stop in pairwise(bounds)),
+            list(received.items()),
+        )
+
+
+def _settings_for(nbytes: int) -> Settings:
+    return next(settings for limit, settings in BY_BUFFER_BYTES if nbytes <= limit)
+
+
+def _addresses(parts: list[Tensor]) -> Tensor:
+    device = next(part.device for part in parts)
+    return torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64, device=device)
+
+
+def _wrapped(number: int) -> int:
+    """As a signed integer of 32 bits."""
+    return (number + 2**31) % 2**32 - 2**31
