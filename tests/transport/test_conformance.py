@@ -1,4 +1,7 @@
-"""What every transport promises, held against all of them: threads, sequence numbers, and pipes that carry signals."""
+"""What every transport promises, held against all of them: threads, sequence numbers, pipes that carry signals; GPUs.
+
+The last need `pytest -m gpu` and a GPU. With more ranks than GPUs several share one.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,30 @@ from torch_parallel.transport.base import SharedBuffer, Transport, TransportErro
 from torch_parallel.transport.local import LocalGroup
 
 TRANSPORTS = ("threads", "sequence numbers", "pipes")
-DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16)
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.float16)
 
 every_transport = pytest.mark.parametrize("kind", TRANSPORTS)
+
+GPU_MARKS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU")]
+GPU_TRANSPORTS = ("gpu plain", "gpu triton")
+every_transport_and_gpus = pytest.mark.parametrize(
+    "kind", [*TRANSPORTS, *(pytest.param(kind, marks=GPU_MARKS) for kind in GPU_TRANSPORTS)]
+)
 
 
 def on_all_ranks(
     kind: str, world_size: int, function: Callable[..., Any], *arguments: Any, deadline_s: float = 20.0
 ) -> list[Any]:
     """The results of `function(transport, *arguments)`, by rank."""
+    if kind in GPU_TRANSPORTS:
+        return launch(
+            lambda communicator: function(communicator.transport, *arguments),
+            world_size,
+            threads=1,
+            deadline_s=60,  # the kernel is compiled when it is first used
+            device="cuda",
+            performer=kind.split()[1],
+        )
     if kind != "threads":
         return launch(
             lambda communicator: function(communicator.transport, *arguments),
@@ -107,22 +125,28 @@ def perform_everything(transport: Transport, sizes: list[int], dtypes: tuple[tor
                 buffer.local.copy_(pattern(transport.rank, numel, dtype))
                 transport.perform(collective, buffer)
                 for where, values in promised(name, transport.rank, transport.world_size, numel, dtype):
-                    if not torch.equal(buffer.local[where], values):
-                        faults.append(f"{name}, {numel} {dtype}, {where}: {buffer.local[where][:9]} not {values[:9]}")
+                    found = buffer.local[where].cpu()
+                    if not torch.equal(found, values):
+                        faults.append(f"{name}, {numel} {dtype}, {where}: {found[:9]} not {values[:9]}")
             if any(part.count_nonzero() for guard in guards for part in guard.parts):
                 faults.append(f"{numel} {dtype}: wrote outside the buffer")
     return faults
 
 
 @pytest.mark.parametrize(
-    "kind, world_size", [*((kind, n) for kind in TRANSPORTS for n in (1, 2, 3, 4, 5)), ("threads", 8)]
+    "kind, world_size",
+    [
+        *((kind, n) for kind in TRANSPORTS for n in (1, 2, 3, 4, 5)),
+        ("threads", 8),
+        *(pytest.param(kind, n, marks=GPU_MARKS) for kind in GPU_TRANSPORTS for n in (1, 2, 3, 4)),
+    ],
 )
 def test_every_collective_every_size_every_dtype(kind: str, world_size: int) -> None:
     sizes = sorted({0, 1, 2, world_size - 1, world_size, world_size + 1, 7, 1009})
     assert on_all_ranks(kind, world_size, perform_everything, sizes, DTYPES) == [[]] * world_size
 
 
-@every_transport
+@every_transport_and_gpus
 @pytest.mark.parametrize("world_size, dtype", [(3, torch.float32), (4, torch.bfloat16)])
 def test_a_million_and_three_elements(kind: str, world_size: int, dtype: torch.dtype) -> None:
     assert on_all_ranks(kind, world_size, perform_everything, [1_000_003], (dtype,)) == [[]] * world_size
@@ -135,7 +159,7 @@ def all_reduced(transport: Transport, values: list[float], numel: int) -> list[f
     return sorted(set(buffer.local.tolist()))
 
 
-@every_transport
+@every_transport_and_gpus
 @pytest.mark.parametrize("world_size, total", [(1, 1.0), (2, 3.0), (3, 6.0), (4, 10.0), (5, 15.0)])
 def test_ones_times_rank_plus_one(kind: str, world_size: int, total: float) -> None:
     values = [rank + 1.0 for rank in range(world_size)]
@@ -150,10 +174,10 @@ def reduce_random(transport: Transport, name: str, numel: int) -> Tensor:
     buffer.local.copy_(values)
     transport.perform(ALL_REDUCE[name], buffer)
     transport.settle()
-    return torch.stack([values, buffer.local])
+    return torch.stack([values, buffer.local.cpu()])
 
 
-@every_transport
+@every_transport_and_gpus
 @pytest.mark.parametrize("name", ALL_REDUCE)
 def test_same_bits_on_every_rank(kind: str, name: str) -> None:
     results = on_all_ranks(kind, 4, reduce_random, name, 4099)
@@ -177,7 +201,7 @@ def reduce_scatter_leaves(transport: Transport, numel: int) -> tuple[list[list[i
     return [part.tolist() for part in buffer.parts], wide.local[numel:].tolist()
 
 
-@every_transport
+@every_transport_and_gpus
 def test_reduce_scatter_changes_only_what_it_sums(kind: str) -> None:
     # One digit a rank, so a number shows whose contributions it holds. Chunk k ends on rank k; on the way it grows on
     # ranks k+1 (its first sender, where it stays as it was), k+2, k+3 and k.
@@ -197,13 +221,14 @@ def test_reduce_scatter_changes_only_what_it_sums(kind: str) -> None:
 
 
 def digits(rank: int, repetition: int, numel: int) -> Tensor:
-    return (torch.arange(numel) + repetition) % 1000 * 1000**rank
+    """Three decimal digits a rank: float64 holds sums of five ranks exactly."""
+    return ((torch.arange(numel) + repetition) % 1000 * 1000**rank).double()
 
 
 def hammer(transport: Transport, repetitions: int, numel: int, seed: int) -> list[str]:
     """Random collectives back to back on two buffers, refilled after `settle`, with sleeps at random ranks."""
     common, own = random.Random(seed), random.Random(seed * 100 + transport.rank)
-    buffers = [transport.share(numel, torch.int64) for _ in range(2)]
+    buffers = [transport.share(numel, torch.float64) for _ in range(2)]
     rank, world_size, faults = transport.rank, transport.world_size, []
     mine = slice(numel * rank // world_size, numel * (rank + 1) // world_size)
     for repetition in range(repetitions):
@@ -229,12 +254,12 @@ def hammer(transport: Transport, repetitions: int, numel: int, seed: int) -> lis
             where, expected = slice(None), everyone[rank]
             if rank == 0:
                 expected = torch.stack(everyone if name == "reduce" else everyone[1:]).sum(0)
-        if not torch.equal(buffer.local[where], expected):
+        if not torch.equal(buffer.local[where].cpu(), expected):
             faults.append(f"{name} in repetition {repetition}")
     return faults
 
 
-@every_transport
+@every_transport_and_gpus
 @pytest.mark.parametrize("world_size, numel", [(3, 24_000), (5, 1000)])
 def test_hundreds_in_a_row_with_slow_ranks(kind: str, world_size: int, numel: int) -> None:
     """Whoever is signalled too early, or twice for once, reads another repetition's numbers."""
@@ -327,7 +352,7 @@ def observed(transport: Transport, numel: int, dtype: torch.dtype) -> dict[str, 
     return seen
 
 
-@every_transport
+@every_transport_and_gpus
 @pytest.mark.parametrize("world_size, numel, dtype", [(4, 1003, torch.float32), (3, 2, torch.float64)])
 def test_observed_bytes_and_messages_are_the_formulas(
     kind: str, world_size: int, numel: int, dtype: torch.dtype
@@ -433,7 +458,7 @@ def ask_for(transport: Transport, requests: list[tuple[int, str]]) -> str:
     return "no error"
 
 
-@every_transport
+@every_transport_and_gpus
 def test_ranks_that_share_different_buffers_are_told_so(kind: str) -> None:
     errors = on_all_ranks(kind, 3, ask_for, [(5, "float32"), (5, "float32"), (6, "float64")])
     advice = "all ranks must call the same operations in the same order"
@@ -464,7 +489,7 @@ def test_agreement_of_any_text(kind: str) -> None:
     assert on_all_ranks(kind, 3, agree_again_and_again, texts, -1) == [(305, "")] * 3
 
 
-@every_transport
+@every_transport_and_gpus
 @pytest.mark.parametrize("odd_one", [3, 4])
 def test_the_one_agreement_that_differs(kind: str, odd_one: int) -> None:
     texts = [f"step {index}" for index in range(6)]

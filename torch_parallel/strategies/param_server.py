@@ -51,7 +51,7 @@ class ParamServer(FromScratch):
             self._pull(bucket)
 
     def _pull(self, bucket: Bucket) -> None:
-        """The parameters themselves lie in the shared buffer; where they are on a GPU and it is not, they are copied."""
+        """The parameters themselves lie in the shared buffer; where only they are on a GPU, they are copied."""
         shared = self.parameters[bucket.index]
         values = list(views_of(shared.local, bucket.parameters))
         in_place = bucket.flat is bucket.shared.local
