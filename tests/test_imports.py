@@ -24,7 +24,7 @@ LAYERS = {
     "workloads": {"workloads"},
     "training": {"training"},
     "analysis": {"analysis"},
-    "commands": {"command_line", "__main__", "bench", "experiment", "faults", "injection"},
+    "commands": {"command_line", "__main__", "bench", "bench_gpu", "experiment", "faults", "injection"},
 }
 MAY_IMPORT = {
     "leaves": set[str](),

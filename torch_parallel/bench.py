@@ -4,14 +4,14 @@ Both sides run in the same processes, in turns, with the same threads and the sa
 slowest rank, and medians over the repeats are compared. Buffers are refilled before each repeat and every result is
 checked. What is timed of the pre-shared buffer includes waiting until the peers have done reading it.
 
-    python -m torch_parallel bench all_reduce --n_gpus 2     every all-reduce algorithm beside gloo's
+    python -m torch_parallel bench all_reduce --n_gpus 2     every all-reduce algorithm beside gloo's, on the CPU
+    python -m torch_parallel bench all_reduce --device cuda --largest_mb 1024     beside NCCL's, on GPUs
     python -m torch_parallel bench epoch --n_gpus 2          an epoch of training beside DistributedDataParallel's
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import sys
 import tempfile
@@ -28,11 +28,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_parallel import bench_gpu
 from torch_parallel.collectives import ALL_REDUCE
 from torch_parallel.communicator import Communicator
-from torch_parallel.devices import threads_per_worker
+from torch_parallel.devices import choose_processes, threads_per_worker
 from torch_parallel.launcher import launch
-from torch_parallel.results import RunFolder, environment
+from torch_parallel.results import RunFolder, environment, write_rows
 from torch_parallel.training.config import ConfigError, OneLineParser, RunConfig
 from torch_parallel.training.loop import TENSORS, Job, Trainer, make_job
 from torch_parallel.training.optimizers import make_optimizer
@@ -204,6 +205,13 @@ def bench_all_reduce(arguments: list[str]) -> None:
     parser = OneLineParser(prog="python -m torch_parallel bench all_reduce", allow_abbrev=False)
     parser.add_argument("--n_gpus", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--largest_mb", type=float, default=100, help="no sizes above this many MiB (default: 100)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: beside NCCL (default: cpu)")
+    parser.add_argument(
+        "--collective", default="all_reduce", choices=tuple(bench_gpu.OURS), help="with cuda, any other"
+    )
+    parser.add_argument(
+        "--settings", default="best", choices=("best", "all"), help="with cuda, all grids of the kernel"
+    )
     parser.add_argument("--results_dir", default="results/runs", help="folder for a folder with the figures")
     options = parser.parse_args(arguments)
     if options.n_gpus < 2:
@@ -211,6 +219,10 @@ def bench_all_reduce(arguments: list[str]) -> None:
     sizes = tuple(size for size in SIZES_BYTES if size <= options.largest_mb * 2**20)
     if not sizes:
         raise ConfigError(f"--largest_mb {options.largest_mb}: the smallest size is {SIZES_BYTES[0]} bytes")
+    choose_processes(options.n_gpus, options.device)  # raises DeviceError
+    if options.device == "cuda":
+        settings = options.settings == "all"
+        return bench_gpu.run(options.collective, options.n_gpus, options.largest_mb, settings, options.results_dir)
     folder = RunFolder(options.results_dir, f"bench_all_reduce_n{options.n_gpus}")
     with _recorded(folder, n=options.n_gpus), tempfile.TemporaryDirectory() as temporary:
         timings = launch(time_all_reduce, options.n_gpus, sizes, f"{temporary}/store", deadline_s=120)[0]
@@ -228,7 +240,7 @@ def bench_all_reduce(arguments: list[str]) -> None:
     if wrong:
         sys.exit(f"wrong results, so no figure above means anything: {', '.join(wrong)}")
     print("bandwidths in GB/s; times are medians of the slowest rank's; x gloo = gloo's time / this one's")
-    _save(folder, rows)
+    write_rows(folder, rows)
 
 
 def bench_epoch(arguments: list[str]) -> None:
@@ -261,19 +273,11 @@ def bench_epoch(arguments: list[str]) -> None:
     ratio = rows[0]["median_s"] / rows[1]["median_s"]
     print(f"{rows[0]['side']} takes {ratio:.3f} of ddp's time; parameters differ by {difference:.1e} of their norm")
     folder.write_manifest(largest_difference_of_parameters=difference)
-    _save(folder, rows)
+    write_rows(folder, rows)
 
 
 def _recorded(folder: RunFolder, n: int, **entries: Any) -> AbstractContextManager[None]:
     return folder.running(**environment(), n=n, threads=threads_per_worker(n), **entries)
-
-
-def _save(folder: RunFolder, rows: list[dict[str, Any]]) -> None:
-    with open(folder.path / "bench.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    print(f"results in {folder.path}")
 
 
 BENCHES = {"all_reduce": bench_all_reduce, "epoch": bench_epoch}

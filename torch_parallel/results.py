@@ -192,3 +192,12 @@ def _memory_bytes() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return None
+
+
+def write_rows(folder: RunFolder, rows: list[dict[str, Any]]) -> None:
+    """A table of its own, bench.csv, in the folder of a run; says where."""
+    with open(folder.path / "bench.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"results in {folder.path}")

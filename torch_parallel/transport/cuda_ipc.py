@@ -159,11 +159,10 @@ class CudaIpcTransport(Transport):
         super().__init__(host.rank, host.world_size, self._stream_signals)
         self._host = host
         self._arena = arena
-        self.triton: TritonPerformer | None = None
-        """What performs schedules where it can; None for the plain way."""
-        if performer != "plain":
-            self.triton = self._make_triton(deadline_s, required=performer == "triton")
-        self._watchdog = Watchdog(host.rank, self._stream_signals, deadline_s, self._kernels_complaint)
+        self.triton = None if performer == "plain" else self._make_triton(deadline_s, required=performer == "triton")
+        self.plain = self.triton is None
+        """Performs schedules the plain way; may be changed between calls, on all ranks."""
+        self._watchdog = Watchdog(host.rank, self._stream_signals, deadline_s, self._complaint)
 
     def _make_triton(self, deadline_s: float, required: bool) -> TritonPerformer | None:
         if importlib.util.find_spec("triton") is None:
@@ -175,7 +174,7 @@ class CudaIpcTransport(Transport):
         from torch_parallel.transport.triton_performer import FLAGS_PER_PEER, TritonPerformer
 
         flags = self._arena.allocate(self.world_size * FLAGS_PER_PEER, torch.int32)
-        return TritonPerformer(self.rank, flags, deadline_s)
+        return TritonPerformer(self.rank, flags, self._stream_signals.notes[:1], deadline_s)
 
     def meet(self) -> None:
         """Exchanges a first signal with every peer, which shows that flags written there arrive here."""
@@ -192,7 +191,7 @@ class CudaIpcTransport(Transport):
 
     def perform(self, collective: Collective, buffer: SharedBuffer, purpose: str = "") -> None:
         self._watchdog.raise_failure()
-        if self.triton is None or self.observer is not None or not self.triton.can_perform(buffer):
+        if self.plain or self.triton is None or self.observer is not None or not self.triton.can_perform(buffer):
             super().perform(collective, buffer, purpose)
             return
         for source, nbytes in self.triton.perform(collective, buffer, purpose or collective.name):
@@ -204,10 +203,7 @@ class CudaIpcTransport(Transport):
 
     def synchronize(self) -> None:
         """Returns when the current stream has done all that it was given. Raises TransportError."""
-        torch.cuda.current_stream(self.device).synchronize()
-        complaint = self._kernels_complaint()
-        if complaint is not None:
-            self._watchdog.fail(complaint)
+        self._watchdog.read_notes()
         self._watchdog.raise_failure()
 
     def agree(self, text: str) -> None:
@@ -215,8 +211,11 @@ class CudaIpcTransport(Transport):
         self.synchronize()
         self._host.agree(text)
 
-    def _kernels_complaint(self) -> str | None:
-        return None if self.triton is None else self.triton.complaint()
+    def _complaint(self) -> str | None:
+        kernels_note, peers_note = self._stream_signals.notes.tolist()
+        if kernels_note and self.triton is not None:
+            return self.triton.explain(kernels_note)
+        return f"exchanging with rank {peers_note - 1}: it gave up waiting for another rank" if peers_note else None
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
         return self._arena.allocate(numel, dtype)

@@ -3,7 +3,8 @@ receiver waits for. The host only enqueues; while a stream waits, no event, hand
 
 A stream cannot give up by itself. So a thread looks now and then at the oldest wait, and past the deadline it writes
 the awaited number itself, from another stream: the waiter goes on with whatever is there, and the next call of the
-transport raises an error that says who did not come.
+transport raises an error that says who did not come. Since what it goes on with is wrong, and its peers would take it
+for right, the thread first leaves a mark with all of them.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ WORDS = 32
 
 
 def flag_words(world_size: int) -> int:
-    """int32s of flags that each rank needs."""
-    return KINDS * world_size * WORDS
+    """int32s that each rank needs: the flags, then its two notes."""
+    return KINDS * world_size * WORDS + WORDS
 
 
 @dataclass(eq=False, slots=True)
@@ -50,6 +51,8 @@ class StreamSignals(Signals):
         self.device = flags[rank].device
         self.flags = flags[rank]
         self.waited_s = [0.0] * len(flags)
+        self.notes = flags[rank][-4:].view(torch.int64)
+        """[0] what a kernel of this rank gave up to wait for; [1] a peer that gave up a wait, rank + 1; else zeros."""
         self.pending: deque[Wait] = deque()
         """Oldest first; the watchdog takes out those that are over."""
         self._rank = rank
@@ -67,9 +70,17 @@ class StreamSignals(Signals):
         purpose = doing if kind == READ else f"{doing}, round {round_index}"
         wait = Wait(self._word(kind, peer), self._awaited[kind][peer], peer, purpose)
         self.pending.append(wait)
-        stream_wait(torch.cuda.current_stream(self.device).cuda_stream, self.address(wait), wait.number)
+        stream_wait(torch.cuda.current_stream(self.device).cuda_stream, self._address(wait), wait.number)
 
-    def address(self, wait: Wait) -> int:
+    def give_up(self, stream: torch.cuda.Stream) -> None:
+        """Tells all peers so, and ends all waits."""
+        for rank, base in enumerate(self._bases):
+            if rank != self._rank:
+                stream_write(stream.cuda_stream, base + 4 * (self.flags.numel() - 2), self._rank + 1)
+        for wait in list(self.pending):
+            stream_write(stream.cuda_stream, self._address(wait), wait.number)
+
+    def _address(self, wait: Wait) -> int:
         return self._bases[self._rank] + 4 * wait.word
 
     def _word(self, kind: int, source: int) -> int:
@@ -80,14 +91,14 @@ class Watchdog:
     """Ends the waits of one rank at the deadline. `failure` says what for; None while all is well."""
 
     def __init__(
-        self, rank: int, signals: StreamSignals, deadline_s: float, kernels_complaint: Callable[[], str | None]
+        self, rank: int, signals: StreamSignals, deadline_s: float, complaint: Callable[[], str | None]
     ) -> None:
-        """`kernels_complaint` says what a kernel gave up to wait for, None if none did; it may use the GPU."""
+        """`complaint` says what the notes of this rank say, None while they are zero."""
         self.failure: str | None = None
         self._rank = rank
         self._signals = signals
         self._deadline_s = deadline_s
-        self._kernels_complaint = kernels_complaint
+        self._complaint = complaint
         self._oldest: Wait | None = None
         self._oldest_since_s = 0.0
         self._seen = torch.zeros(signals.flags.numel(), dtype=torch.int32, pin_memory=True)
@@ -97,7 +108,13 @@ class Watchdog:
         if self.failure is not None:
             raise TransportError(self.failure)
 
-    def fail(self, complaint: str) -> None:
+    def read_notes(self) -> None:
+        """Waits for the current stream."""
+        complaint = self._complaint()
+        if complaint is not None:
+            self._fail(complaint)
+
+    def _fail(self, complaint: str) -> None:
         if self.failure is None:
             self.failure = f"rank {self._rank}, {complaint}"
 
@@ -110,13 +127,11 @@ class Watchdog:
                 with torch.cuda.stream(stream):
                     self._look(stream)
             except RuntimeError as error:  # the GPU itself failed, and so will whatever the other threads ask of it
-                self.fail(f"watching the GPU: {error}")
+                self._fail(f"watching the GPU: {error}")
                 return
 
     def _look(self, stream: torch.cuda.Stream) -> None:
-        complaint = self._kernels_complaint()
-        if complaint is not None:
-            self.fail(complaint)
+        self.read_notes()
         pending = self._signals.pending
         if pending:
             self._seen.copy_(self._signals.flags, non_blocking=True)
@@ -132,10 +147,9 @@ class Watchdog:
 
     def _check_oldest(self, stream: torch.cuda.Stream, oldest: Wait, waited_s: float) -> None:
         if waited_s > self._deadline_s:
-            self.fail(f"{oldest.purpose}: no signal from rank {oldest.peer} for {waited_s:.1f} s")
+            self._fail(f"{oldest.purpose}: no signal from rank {oldest.peer} for {waited_s:.1f} s")
         if self.failure is not None:
-            for wait in list(self._signals.pending):
-                stream_write(stream.cuda_stream, self._signals.address(wait), wait.number)
+            self._signals.give_up(stream)
 
 
 def _reached(value: int, number: int) -> bool:

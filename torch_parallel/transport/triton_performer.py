@@ -50,8 +50,11 @@ class Table:
 class TritonPerformer:
     """One rank's launches. All ranks launch the same operations in the same order, with the same settings."""
 
-    def __init__(self, rank: int, flags: list[Tensor], deadline_s: float) -> None:
-        """`flags[r]`, [world_size * FLAGS_PER_PEER] of int32, zero at first, lies in rank r's memory."""
+    def __init__(self, rank: int, flags: list[Tensor], gave_up: Tensor, deadline_s: float) -> None:
+        """`flags[r]`, [world_size * FLAGS_PER_PEER] of int32, zero at first, lies in rank r's memory.
+
+        `gave_up`, [1] of int64, is where a kernel notes what it gave up to wait for.
+        """
         self.rank = rank
         self.world_size = len(flags)
         self.device = flags[rank].device
@@ -59,7 +62,7 @@ class TritonPerformer:
         """Fewer leave multiprocessors to what runs beside the exchange; the same on all ranks."""
         self.settings: Settings | None = None
         """In place of those by size; the same on all ranks."""
-        self._gave_up = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._gave_up = gave_up
         self._flags = _addresses(flags)
         self._limit_ns = int(deadline_s * 1e9)
         self._base = 0
@@ -76,7 +79,7 @@ class TritonPerformer:
         if not table.program.instructions:  # a single rank
             return []
         dtype = buffer.local.dtype
-        settings = self.settings or _settings_for(buffer.local.nbytes)
+        settings = self.settings_for(buffer.local.nbytes)
         block = settings.block_bytes // dtype.itemsize
         programs = max(1, min(settings.programs, self.most_programs, -(-table.longest_chunk // block)))
         self._launched.append((self._base, doing, table.program))
@@ -100,11 +103,12 @@ class TritonPerformer:
         self._base = _wrapped(self._base + table.program.signals)
         return table.received
 
-    def complaint(self) -> str | None:
-        """What a kernel gave up to wait for, and who did not come; None while all came. Waits for the stream."""
-        note = int(self._gave_up)
-        if note == 0:
-            return None
+    def settings_for(self, nbytes: int) -> Settings:
+        """Of operations on a buffer of that size."""
+        return self.settings or next(settings for limit, settings in BY_BUFFER_BYTES if nbytes <= limit)
+
+    def explain(self, note: int) -> str:
+        """What a kernel noted in `gave_up`: what it waited for, and who did not come."""
         row, peer = divmod(note & 0xFFFFFFFF, kernel.PEERS_IN_A_NOTE)
         doing = next((self._describe(row, *each) for each in list(self._launched) if each[0] == note >> 32), "long ago")
         return f"{doing}: no signal from rank {peer - 1} for {self._limit_ns / 1e9:.1f} s"
@@ -129,10 +133,6 @@ class TritonPerformer:
             max(stop - start for start, stop in pairwise(bounds)),
             list(received.items()),
         )
-
-
-def _settings_for(nbytes: int) -> Settings:
-    return next(settings for limit, settings in BY_BUFFER_BYTES if nbytes <= limit)
 
 
 def _addresses(parts: list[Tensor]) -> Tensor:
