@@ -208,11 +208,14 @@ def test_the_host_does_not_wait(performer: str) -> None:
 # ---- errors ----
 
 
-def rank_1_stays_away(communicator: Communicator, what: str) -> tuple[str, str]:
+def rank_1_stays_away(communicator: Communicator, what: str, ends: str) -> tuple[str, str]:
     """The error of the first call that finds out, and of one more."""
     transport, buffer = communicator.transport, communicator.share(9)
     errors = []
     if communicator.rank == 1:
+        for _ in range(12):
+            time.sleep(1)
+            communicator.status.beat()
         return "", ""
     for _ in range(2):
         try:
@@ -221,6 +224,7 @@ def rank_1_stays_away(communicator: Communicator, what: str) -> tuple[str, str]:
                 transport.settle()
             else:
                 transport.perform(RING_ALL_REDUCE, buffer, "gradients of bucket 3")
+            {"synchronize": lambda: 0, "item": buffer.local.sum().item, "cpu": buffer.local.cpu}[ends]()
             transport.synchronize()
             errors.append("no error")
         except TransportError as error:
@@ -229,6 +233,7 @@ def rank_1_stays_away(communicator: Communicator, what: str) -> tuple[str, str]:
 
 
 @both_performers
+@pytest.mark.parametrize("ends", ["synchronize", "item", "cpu"])
 @pytest.mark.parametrize(
     "what, on_rank_0, on_rank_2",
     [
@@ -241,11 +246,11 @@ def rank_1_stays_away(communicator: Communicator, what: str) -> tuple[str, str]:
     ],
 )
 def test_the_deadline_names_rank_peer_purpose_and_round(
-    performer: str, what: str, on_rank_0: str, on_rank_2: str
+    performer: str, ends: str, what: str, on_rank_0: str, on_rank_2: str
 ) -> None:
     on_gpus(3, performer, chosen_of_three)  # compiles, which takes longer than the deadline
     start_s = time.perf_counter()
-    errors = on_gpus(3, performer, rank_1_stays_away, what, deadline_s=3.0)
+    errors = on_gpus(3, performer, rank_1_stays_away, what, ends, deadline_s=3.0)
     assert time.perf_counter() - start_s < 40
     # rank 2, which gives up too, tells rank 0 so; either may find out first
     told = "rank 0, exchanging with rank 2: it gave up waiting for another rank"

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 def interpreted(communicator: Communicator, sizes: list[int], dtypes: list[torch.dtype]) -> list[str]:
     """Every collective, twice; returns what was wrong."""
+    global tl  # the interpreter looks for it there
     os.environ["TRITON_INTERPRET"] = "1"
     import triton
     import triton.language as tl

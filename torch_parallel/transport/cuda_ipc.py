@@ -203,6 +203,7 @@ class CudaIpcTransport(Transport):
 
     def synchronize(self) -> None:
         """Returns when the current stream has done all that it was given. Raises TransportError."""
+        torch.cuda.current_stream(self.device).synchronize()
         self._watchdog.read_notes()
         self._watchdog.raise_failure()
 

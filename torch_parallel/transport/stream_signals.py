@@ -131,11 +131,11 @@ class Watchdog:
                 return
 
     def _look(self, stream: torch.cuda.Stream) -> None:
-        self.read_notes()
+        self._seen.copy_(self._signals.flags, non_blocking=True)
+        stream.synchronize()
+        if self._seen[-4:].any():
+            self.read_notes()
         pending = self._signals.pending
-        if pending:
-            self._seen.copy_(self._signals.flags, non_blocking=True)
-            stream.synchronize()
         while pending and _reached(int(self._seen[pending[0].word]), pending[0].number):
             pending.popleft()
         if not pending:
