@@ -25,7 +25,7 @@ from torch_parallel.collectives import ALL_REDUCE, COLLECTIVES, Collective
 from torch_parallel.communicator import Communicator
 from torch_parallel.launcher import launch
 from torch_parallel.results import RunFolder, environment, write_rows
-from torch_parallel.transport.cuda_ipc import CudaIpcTransport
+from torch_parallel.transport.cuda_ipc import PERFORMERS, CudaIpcTransport
 
 SIZES_BYTES = tuple(
     kib << 10 for kib in (4, 16, 64, 256, 1 << 10, 4 << 10, 16 << 10, 25 << 10, 64 << 10, 256 << 10, 1 << 20)
@@ -43,8 +43,8 @@ BLOCKS, CALLS_PER_BLOCK = 5, 20
 """Calls back to back; with an all-reduce values grow by the number of ranks at each, which float32 bears 20 times."""
 CANDIDATES = [
     (programs, block_kib << 10, warps)
-    for programs in (8, 16, 32, 64, 132)
-    for block_kib, warps in ((4, 8), (8, 16), (16, 16))
+    for programs in (16, 32, 64, 132, 256)
+    for block_kib, warps in ((4, 8), (8, 16), (16, 16), (32, 16))
 ]
 
 
@@ -161,8 +161,8 @@ def _ours(communicator: Communicator, collective: str, numel: int, where: slice,
     buffer = communicator.share(numel)
     local = buffer.local
 
-    def perform(algorithm: Collective, plain: bool, settings: Any) -> None:
-        transport.plain = plain
+    def perform(algorithm: Collective, performer: str, settings: Any) -> None:
+        transport.performer = performer
         if transport.triton is not None:
             transport.triton.settings = settings
         transport.perform(algorithm, buffer)
@@ -170,18 +170,18 @@ def _ours(communicator: Communicator, collective: str, numel: int, where: slice,
 
     ways = []
     for name, algorithm in OURS[collective].items():
-        ways.append(Way(f"{name}, plain", local, local[where], partial(perform, algorithm, True, None)))
+        for performer in PERFORMERS if transport.triton is not None else ("plain",):
+            ways.append(Way(f"{name}, {performer}", local, local[where], partial(perform, algorithm, performer, None)))
         if transport.triton is not None:
-            ways.append(Way(f"{name}, triton", local, local[where], partial(perform, algorithm, False, None)))
             for candidate in CANDIDATES if all_settings else ():
                 settings = type(transport.triton.settings_for(0))(*candidate)
                 label = f"{name}, triton {candidate[0]}x{candidate[1] >> 10}k/{candidate[2]}"
-                ways.append(Way(label, local, local[where], partial(perform, algorithm, False, settings)))
+                ways.append(Way(label, local, local[where], partial(perform, algorithm, "triton", settings)))
     if collective == "all_reduce":
         tensor = torch.empty(numel, device=communicator.device)
 
         def ordinary() -> None:
-            transport.plain = transport.triton is None
+            transport.performer = "auto"
             if transport.triton is not None:
                 transport.triton.settings = None
             communicator.all_reduce(tensor)

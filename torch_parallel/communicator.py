@@ -119,7 +119,7 @@ class Communicator:
         dtype, kind = tensor.dtype, tensor.device.type
         transport = self._transport_for(kind)
         # Everybody has left the previous operation when all have come to this one: the buffer may be filled again.
-        transport.agree(f"{verb} {tensor.numel()} elements of {dtype} by {collective.name}")
+        transport.compare(f"{verb} {tensor.numel()} elements of {dtype} by {collective.name}")
         buffer = self._buffer(kind, tensor.numel(), dtype)
         with torch.no_grad():
             buffer.local.copy_(tensor.reshape(-1))

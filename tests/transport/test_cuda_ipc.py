@@ -137,7 +137,7 @@ def near_the_end_of_numbers(communicator: Communicator) -> list[float]:
     transport, buffer = gpu_transport(communicator), communicator.share(10)
     before, seen = 2**31 - 5, []
     signals = transport._stream_signals
-    signals.flags[:-WORDS] = before
+    signals.flags[transport.rank][:-WORDS] = before
     signals._posted = [[before] * 2 for _ in range(2)]
     signals._awaited = [[before] * 2 for _ in range(2)]
     if transport.triton is not None:

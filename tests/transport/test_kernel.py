@@ -33,7 +33,7 @@ def interpreted(communicator: Communicator, sizes: list[int], dtypes: list[torch
     rank, world_size = transport.rank, transport.world_size
     flags = transport.share(world_size * triton_performer.FLAGS_PER_PEER, torch.int32).parts
     gave_up = torch.zeros(1, dtype=torch.int64)
-    performer = triton_performer.TritonPerformer(rank, flags, gave_up, deadline_s=60)
+    performer = triton_performer.TritonPerformer(rank, flags, gave_up.data_ptr(), deadline_s=60)
     performer.settings = triton_performer.Settings(programs=3, block_bytes=64, warps=4)
     for dtype in dtypes:
         for numel in sizes:

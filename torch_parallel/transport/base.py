@@ -167,6 +167,10 @@ class Transport(ABC):
                     "all ranks must call the same operations in the same order"
                 )
 
+    def compare(self, text: str) -> None:
+        """As `agree`, before an operation on a buffer that was used before: what is only enqueued is not waited for."""
+        self.agree(text)
+
     def perform(self, collective: Collective, buffer: SharedBuffer, purpose: str = "") -> None:
         """Performs this rank's part of the schedule on the buffer, in place."""
         plan = buffer.plans.get(collective)

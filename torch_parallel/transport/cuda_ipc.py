@@ -36,6 +36,9 @@ Handle = tuple[Any, dict[str, Any]]  # a function that rebuilds a tensor, and it
 PERFORMERS = ("auto", "plain", "triton")
 """Who performs schedules on GPUs; auto is triton where it is installed."""
 
+KERNEL_UP_TO_BYTES = 128 << 20
+"""With auto, larger buffers are performed the plain way: torch's copies are the faster ones then."""
+
 SLAB_BYTES = 32 << 20
 """Memory is shared in pieces of at least this size, since each costs every peer a mapping."""
 ALIGNMENT = 512
@@ -50,18 +53,17 @@ def connect_gpus(host: Transport, device: torch.device, deadline_s: float, perfo
     """
     board = Noticeboard(host)
     obstacles = board.exchange(_obstacle(device, board.exchange(device.index)))
-    flags: list[Tensor] = []
     arena = CudaArena(board, host.rank, device)
     if not any(obstacles):
         try:
-            flags = arena.allocate(flag_words(host.world_size), torch.int32)
+            arena.allocate(1, torch.int32)
             obstacles = board.exchange("")
         except RuntimeError as error:  # a container may forbid it
             obstacles = board.exchange(f"GPU memory of another process cannot be mapped: {_first_line(error)}")
     found = [f"{obstacle} (rank {rank})" for rank, obstacle in enumerate(obstacles) if obstacle]
     if found:
         return host, found[0]
-    transport = CudaIpcTransport(host, arena, flags, deadline_s, performer)
+    transport = CudaIpcTransport(host, arena, device, deadline_s, performer)
     transport.meet()
     return transport, ""
 
@@ -152,17 +154,18 @@ class CudaIpcTransport(Transport):
     """The transport of one rank's GPU. Make it with `connect_gpus`."""
 
     def __init__(
-        self, host: Transport, arena: CudaArena, flags: list[Tensor], deadline_s: float, performer: str = "auto"
+        self, host: Transport, arena: CudaArena, device: torch.device, deadline_s: float, performer: str = "auto"
     ) -> None:
-        self.device = flags[host.rank].device
-        self._stream_signals = StreamSignals(host.rank, flags)
+        flags = host.share(flag_words(host.world_size), torch.int32).parts
+        self._stream_signals = StreamSignals(host.rank, flags, device)
         super().__init__(host.rank, host.world_size, self._stream_signals)
+        self.device = device
         self._host = host
         self._arena = arena
         self.triton = None if performer == "plain" else self._make_triton(deadline_s, required=performer == "triton")
-        self.plain = self.triton is None
-        """Performs schedules the plain way; may be changed between calls, on all ranks."""
-        self._watchdog = Watchdog(host.rank, self._stream_signals, deadline_s, self._complaint)
+        self.performer = performer
+        """One of PERFORMERS; may be changed between calls, on all ranks."""
+        self._watchdog = Watchdog(self._stream_signals, deadline_s)
 
     def _make_triton(self, deadline_s: float, required: bool) -> TritonPerformer | None:
         if importlib.util.find_spec("triton") is None:
@@ -174,7 +177,7 @@ class CudaIpcTransport(Transport):
         from torch_parallel.transport.triton_performer import FLAGS_PER_PEER, TritonPerformer
 
         flags = self._arena.allocate(self.world_size * FLAGS_PER_PEER, torch.int32)
-        return TritonPerformer(self.rank, flags, self._stream_signals.notes[:1], deadline_s)
+        return TritonPerformer(self.rank, flags, self._stream_signals.note_address, deadline_s)
 
     def meet(self) -> None:
         """Exchanges a first signal with every peer, which shows that flags written there arrive here."""
@@ -190,33 +193,46 @@ class CudaIpcTransport(Transport):
         return super().share(numel, dtype)
 
     def perform(self, collective: Collective, buffer: SharedBuffer, purpose: str = "") -> None:
-        self._watchdog.raise_failure()
-        if self.plain or self.triton is None or self.observer is not None or not self.triton.can_perform(buffer):
+        self._raise_failure()
+        if self.triton is None or not self._takes_the_kernel(self.triton, buffer):
             super().perform(collective, buffer, purpose)
             return
         for source, nbytes in self.triton.perform(collective, buffer, purpose or collective.name):
             self.received_bytes[source] += nbytes
 
+    def _takes_the_kernel(self, triton: TritonPerformer, buffer: SharedBuffer) -> bool:
+        if self.performer == "plain" or self.observer is not None or not triton.can_perform(buffer):
+            return False
+        return self.performer == "triton" or buffer.local.nbytes <= KERNEL_UP_TO_BYTES
+
     def settle(self) -> None:
-        self._watchdog.raise_failure()
+        self._raise_failure()
         super().settle()
 
     def synchronize(self) -> None:
         """Returns when the current stream has done all that it was given. Raises TransportError."""
         torch.cuda.current_stream(self.device).synchronize()
-        self._watchdog.read_notes()
-        self._watchdog.raise_failure()
+        self._raise_failure()
 
     def agree(self, text: str) -> None:
         self.settle()
         self.synchronize()
         self._host.agree(text)
 
-    def _complaint(self) -> str | None:
-        kernels_note, peers_note = self._stream_signals.notes.tolist()
-        if kernels_note and self.triton is not None:
-            return self.triton.explain(kernels_note)
-        return f"exchanging with rank {peers_note - 1}: it gave up waiting for another rank" if peers_note else None
+    def compare(self, text: str) -> None:
+        self.settle()
+        self._host.agree(text)
+
+    def _raise_failure(self) -> None:
+        failure = self._watchdog.failure
+        if failure is None:
+            kernels_note, peers_note = self._stream_signals.notes[self.rank].tolist()
+            if kernels_note and self.triton is not None:
+                failure = self.triton.explain(kernels_note)
+            elif peers_note:
+                failure = f"exchanging with rank {peers_note - 1}: it gave up waiting for another rank"
+        if failure is not None:
+            raise TransportError(f"rank {self.rank}, {failure}")
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
         return self._arena.allocate(numel, dtype)

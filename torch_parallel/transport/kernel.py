@@ -7,8 +7,8 @@ grow. A signal is released and awaited with system scope, which makes the peer's
 
 Sums are made in float32 (float64 for float64), of all sources of a REDUCE in one pass over memory.
 
-Every wait has a limit. A program that reaches it notes in `gave_up` for what it waited, and ends; kernels launched
-after that do nothing. So no GPU spins for ever for a peer that is gone.
+Every wait has a limit. A program that reaches it notes for what it waited, and ends; kernels launched after that do
+nothing. So no GPU spins for ever for a peer that is gone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch_parallel.transport import schedule_table
 MOST_PROGRAMS = 256
 """Words of flags for each pair of GPUs."""
 PEERS_IN_A_NOTE = 1 << 12
-"""`gave_up` holds 0, or operation << 32 | row * PEERS_IN_A_NOTE + peer + 1."""
+"""A note is 0, or operation << 32 | row * PEERS_IN_A_NOTE + peer + 1."""
 
 ELEMENTS = {
     torch.float32: tl.float32,
@@ -98,8 +98,8 @@ def _share(
     start = tl.load(row + 2)
     stop = tl.load(row + 3)
     first = start // BLOCK
-    count = tl.cdiv(stop, BLOCK) - first
-    each = tl.cdiv(count, tl.num_programs(0))
+    count = (stop + BLOCK - 1) // BLOCK - first
+    each = (count + tl.num_programs(0) - 1) // tl.num_programs(0)
     begin = first + program * each
     end = tl.minimum(begin + each, first + count)
     for block in range(begin.to(tl.int32), end.to(tl.int32)):
@@ -109,15 +109,15 @@ def _share(
             _block(row, block, start, stop, memory, mine, SUMS, SOURCES, ELEMENT, ACCUMULATOR, BLOCK, False)
 
 
-@triton.jit(do_not_specialize=["row_count", "rank", "base", "limit_ns"])
+@triton.jit(do_not_specialize=["row_count", "note_address", "rank", "base", "limit_ns"])
 def perform_table(
-    table, row_count, memory, flags, gave_up, rank, base, limit_ns, WIDTH: tl.constexpr, SOURCES: tl.constexpr,
-    ELEMENT: tl.constexpr, ACCUMULATOR: tl.constexpr, BLOCK: tl.constexpr, FLAGS: tl.constexpr,
+    table, row_count, memory, flags, gave_up, note_address, rank, base, limit_ns, WIDTH: tl.constexpr,
+    SOURCES: tl.constexpr, ELEMENT: tl.constexpr, ACCUMULATOR: tl.constexpr, BLOCK: tl.constexpr, FLAGS: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """Performs `table` [row_count, WIDTH] of int64 on this rank's buffer.
 
     memory, flags   [world_size] of int64: addresses of every rank's buffer and flags, as this GPU reaches them
-    gave_up         one int64, 0 while all is well
+    gave_up         one int64, 0 while all is well; `note_address` is that of another, in the host's memory
     base            what the numbers of this operation are counted from, the same on all ranks
     """
     program = tl.program_id(0)
@@ -138,7 +138,8 @@ def perform_table(
             number = base + tl.load(row + 2).to(tl.int32)
             if _came(my_flags + peer * FLAGS + program, number, limit_ns) == 2:
                 note = (base.to(tl.int64) << 32) | (index * _PEERS_IN_A_NOTE + peer + 1)
-                tl.atomic_cas(gave_up, tl.zeros((), tl.int64), note)
+                tl.store(gave_up, note)
+                tl.store(note_address.to(tl.pointer_type(tl.int64)), note)
                 index = row_count
         elif kind == _COPY:
             _share(row, memory, mine, program, False, SOURCES, ELEMENT, ACCUMULATOR, BLOCK)
