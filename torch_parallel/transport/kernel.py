@@ -64,7 +64,7 @@ def _block(
     ACCUMULATOR: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """Performs a COPY or, if SUMS, a REDUCE on one block; WHOLE blocks lie inside [start, stop) and need no mask."""
-    offset = block.to(tl.int64) * BLOCK
+    offset = block * BLOCK
     lanes = tl.arange(0, BLOCK)
     inside = (offset + lanes >= start) & (offset + lanes < stop)
     to = mine + offset + lanes
@@ -102,8 +102,9 @@ def _share(
     each = (count + tl.num_programs(0) - 1) // tl.num_programs(0)
     begin = first + program * each
     end = tl.minimum(begin + each, first + count)
-    for block in range(begin.to(tl.int32), end.to(tl.int32)):
-        if (block.to(tl.int64) * BLOCK >= start) & ((block.to(tl.int64) + 1) * BLOCK <= stop):
+    for index in range(0, (end - begin).to(tl.int32)):
+        block = begin + index
+        if (block * BLOCK >= start) & ((block + 1) * BLOCK <= stop):
             _block(row, block, start, stop, memory, mine, SUMS, SOURCES, ELEMENT, ACCUMULATOR, BLOCK, True)
         else:
             _block(row, block, start, stop, memory, mine, SUMS, SOURCES, ELEMENT, ACCUMULATOR, BLOCK, False)
