@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ WARM_UP = 3
 SINGLE_CALLS = 30
 BLOCKS, CALLS_PER_BLOCK = 5, 20
 """Calls back to back; with an all-reduce values grow by the number of ranks at each, which float32 bears 20 times."""
+GRID = ("programs", "block_bytes", "warps")
 CANDIDATES = [
     (programs, block_kib << 10, warps)
     for programs in (16, 32, 64, 132, 256)
@@ -161,29 +162,30 @@ def _ours(communicator: Communicator, collective: str, numel: int, where: slice,
     buffer = communicator.share(numel)
     local = buffer.local
 
-    def perform(algorithm: Collective, performer: str, settings: Any) -> None:
+    def choose(performer: str, settings: Any = None) -> None:
         transport.performer = performer
         if transport.triton is not None:
-            transport.triton.settings = settings
+            transport.triton.settings = settings or type(transport.triton).settings
+
+    def perform(algorithm: Collective, *chosen: Any) -> None:
+        choose(*chosen)
         transport.perform(algorithm, buffer)
         transport.settle()
 
     ways = []
     for name, algorithm in OURS[collective].items():
         for performer in PERFORMERS if transport.triton is not None else ("plain",):
-            ways.append(Way(f"{name}, {performer}", local, local[where], partial(perform, algorithm, performer, None)))
+            ways.append(Way(f"{name}, {performer}", local, local[where], partial(perform, algorithm, performer)))
         if transport.triton is not None:
             for candidate in CANDIDATES if all_settings else ():
-                settings = type(transport.triton.settings_for(0))(*candidate)
+                settings = replace(type(transport.triton).settings, **dict(zip(GRID, candidate, strict=True)))
                 label = f"{name}, triton {candidate[0]}x{candidate[1] >> 10}k/{candidate[2]}"
                 ways.append(Way(label, local, local[where], partial(perform, algorithm, "triton", settings)))
     if collective == "all_reduce":
         tensor = torch.empty(numel, device=communicator.device)
 
         def ordinary() -> None:
-            transport.performer = "auto"
-            if transport.triton is not None:
-                transport.triton.settings = None
+            choose("auto")
             communicator.all_reduce(tensor)
 
         ways.append(Way("ordinary tensor", tensor, tensor, ordinary))

@@ -232,6 +232,7 @@ class CudaIpcTransport(Transport):
             elif peers_note:
                 failure = f"exchanging with rank {peers_note - 1}: it gave up waiting for another rank"
         if failure is not None:
+            self._watchdog.failure = failure  # the first one stays
             raise TransportError(f"rank {self.rank}, {failure}")
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
