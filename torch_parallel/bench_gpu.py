@@ -229,7 +229,7 @@ def _timed(communicator: Communicator, way: Way, mine: Tensor, calls: int) -> fl
         way.perform()
     end.record()
     communicator.transport.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def run(collective: str, n: int, largest_mb: float, all_settings: bool, results_dir: str) -> None:

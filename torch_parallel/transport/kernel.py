@@ -40,12 +40,12 @@ _PEERS_IN_A_NOTE = tl.constexpr(PEERS_IN_A_NOTE)
 
 
 @triton.jit
-def _nanoseconds():  # type: ignore[no-untyped-def]
+def _nanoseconds():
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @triton.jit
-def _came(flag, number, limit_ns):  # type: ignore[no-untyped-def]
+def _came(flag, number, limit_ns):
     """Waits until the flag has reached `number`; 1 where it has, 2 where it has not within the limit."""
     state = 0
     start = _nanoseconds()
@@ -62,7 +62,7 @@ def _came(flag, number, limit_ns):  # type: ignore[no-untyped-def]
 def _block(
     row, block, start, stop, memory, mine, SUMS: tl.constexpr, SOURCES: tl.constexpr, ELEMENT: tl.constexpr,
     ACCUMULATOR: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """Performs a COPY or, if SUMS, a REDUCE on one block; WHOLE blocks lie inside [start, stop) and need no mask."""
     offset = block * BLOCK
     lanes = tl.arange(0, BLOCK)
@@ -89,7 +89,7 @@ def _block(
 def _share(
     row, memory, mine, program, SUMS: tl.constexpr, SOURCES: tl.constexpr, ELEMENT: tl.constexpr,
     ACCUMULATOR: tl.constexpr, BLOCK: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """This program's share of the chunk [start, stop): some of the blocks that it touches, side by side.
 
     Blocks begin at multiples of BLOCK from the buffer's start, so they are aligned however the buffer was cut into
@@ -114,7 +114,7 @@ def _share(
 def perform_table(
     table, row_count, memory, flags, gave_up, note_address, rank, base, limit_ns, WIDTH: tl.constexpr,
     SOURCES: tl.constexpr, ELEMENT: tl.constexpr, ACCUMULATOR: tl.constexpr, BLOCK: tl.constexpr, FLAGS: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """Performs `table` [row_count, WIDTH] of int64 on this rank's buffer.
 
     memory, flags   [world_size] of int64: addresses of every rank's buffer and flags, as this GPU reaches them
