@@ -59,10 +59,9 @@ def test_a_trace_of_all_ranks(tmp_path: Path, strategy: str) -> None:
 
 def test_a_send_is_what_the_receiver_saw_of_it() -> None:
     """Rank 2 waits for rank 1 from 1 s to 3 s, then adds 40 bytes until 4 s."""
-    strategy = SimpleNamespace(on_update=None)
-    communicator = SimpleNamespace(rank=2, transport=SimpleNamespace(observer=None))
-    tracer = Tracer(communicator, strategy)  # type: ignore[arg-type]
-    communicator.transport.observer(Transfer(1, 2, 40, "gradients", 5, 1.0, 3.0, 4.0, True))
+    strategy = SimpleNamespace(on_update=None, transport=SimpleNamespace(observer=None))
+    tracer = Tracer(SimpleNamespace(rank=2), strategy)  # type: ignore[arg-type]
+    strategy.transport.observer(Transfer(1, 2, 40, "gradients", 5, 1.0, 3.0, 4.0, True))
     assert sorted(tracer.events, key=lambda event: event.lane) == [
         Event(2, "reduce", "gradients, round 5, 40 bytes from rank 1", 3.0, 4.0),
         Event(1, "send", "gradients, round 5, 40 bytes to rank 2", 3.0, 4.0),

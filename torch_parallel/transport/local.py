@@ -71,7 +71,7 @@ class LocalTransport(Transport):
         self._agreements = 0
         if group.links is not None:
             links = EmulatedLinks(group.links, rank, group.link_clocks, group.link_lock, group.deadline_s)
-            self.over_link, self.one_memory = links.slowed, False
+            self.over_link, self.one_memory, self.common_is_near = links.slowed, False, False
 
     def _allocate(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         with self._group.changed:

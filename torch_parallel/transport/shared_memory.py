@@ -79,7 +79,7 @@ class SharedMemoryTransport(Transport):
         if wiring.links is not None:
             lock = FileLock(wiring.arena.fd, deadline_s)
             links = EmulatedLinks(wiring.links, rank, wiring.table(3), lock, deadline_s)
-            self.over_link, self.one_memory = links.slowed, False
+            self.over_link, self.one_memory, self.common_is_near = links.slowed, False, False
 
     def _allocate(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """Each buffer begins on a page of its own; all of them are one mapping."""
