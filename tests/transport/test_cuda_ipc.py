@@ -22,7 +22,7 @@ import torch.distributed
 from torch import Tensor
 
 from torch_parallel import Communicator, WorkerFailure, launch
-from torch_parallel.collectives import RING_ALL_REDUCE, Collective, broadcast_from, reduce_to
+from torch_parallel.collectives import COLLECTIVES, RING_ALL_REDUCE, Collective, broadcast_from, reduce_to
 from torch_parallel.collectives.schedule import Receive, Rounds, Send
 from torch_parallel.gradients.buckets import NamedParameters
 from torch_parallel.strategies import ASYNCHRONOUS, FROM_SCRATCH, STRATEGIES
@@ -66,6 +66,29 @@ def test_the_performer_asked_for_is_taken() -> None:
     assert on_gpus(2, "plain", chosen_performer) == [(False, False, f"cuda:{rank % GPUS}") for rank in range(2)]
     for performer in ("triton", "auto"):
         assert on_gpus(2, performer, chosen_performer) == [(True, True, f"cuda:{rank % GPUS}") for rank in range(2)]
+
+
+def taken_by_the_kernel(communicator: Communicator) -> list[str]:
+    transport, taken = communicator.transport, []
+    for name, acknowledge in (
+        ("one_shot", True),
+        ("two_shot_in_place", True),
+        ("gather_scatter", True),
+        ("all_to_all", True),
+        ("direct_reduce_scatter", False),
+    ):
+        buffer = communicator.share(6)
+        transport.perform(COLLECTIVES[name], buffer, acknowledge=acknowledge)
+        transport.acknowledge()
+        transport.settle()
+        taken += [name] * (buffer.plans[COLLECTIVES[name]].table is not None)
+    transport.synchronize()
+    return taken
+
+
+def test_the_kernel_takes_all_regions_but_no_moved_chunks_and_nothing_acknowledged_later() -> None:
+    assert on_gpus(2, "triton", taken_by_the_kernel) == [["one_shot", "two_shot_in_place", "gather_scatter"]] * 2
+    assert on_gpus(2, "plain", taken_by_the_kernel) == [[]] * 2
 
 
 def two_shot_rounds(rank: int, world_size: int) -> Rounds:

@@ -279,7 +279,7 @@ class Transport(ABC):
 
     def _bind(self, collective: Collective, buffer: SharedBuffer) -> Plan:
         if collective.common_result and not self.one_memory:
-            raise ValueError(f"{collective.name} needs memory that all ranks have in common: no links between them")
+            raise ValueError(f"{collective.name} needs memory in common, and links lie between the ranks")
         memory = Memory(collective, buffer, self.world_size, self.share_common)
         rounds: list[tuple[list[int], list[Pull]]] = []
         received: Counter[int] = Counter()
