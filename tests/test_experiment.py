@@ -12,7 +12,8 @@ import pytest
 
 from torch_parallel import experiment
 from torch_parallel.analysis.runs import Unequal, by_label, read_runs
-from torch_parallel.experiment import EXPERIMENTS, SEEDS, Cell, Experiment, Grid, ddp, train_py
+from torch_parallel.experiment import Grid
+from torch_parallel.grids import EXPERIMENTS, SEEDS, Cell, Experiment, ddp, train_py
 from torch_parallel.results import COLUMNS
 
 ROOT = Path(__file__).parents[1]
@@ -45,9 +46,11 @@ def test_threads_are_part_of_the_command() -> None:
 @pytest.mark.parametrize("name", list(EXPERIMENTS))
 def test_grids_repeat_each_cell_at_least_three_times_and_no_two_cells_are_one(name: str) -> None:
     cells = EXPERIMENTS[name].cells
-    assert len(SEEDS) >= 3 and len(set(cells)) == len(cells)
+    assert len(EXPERIMENTS[name].seeds) >= len(SEEDS) == 3 and len(set(cells)) == len(cells)
+    assert all(cell.threads >= 1 for cell in cells)
     models = {dict(cell.flags)["model"] for cell in cells}
-    assert models == {"cnn", "mobilenet_v2"}
+    both = {"param_server": {"cnn", "mobilenet_v2"}, "ring_all_reduce": {"cnn", "mobilenet_v2"}}
+    assert models == (both | {"scaling_mobilenet_v2": {"mobilenet_v2"}}).get(name, {"cnn"})
 
 
 def test_the_grids_are_those_that_were_asked_for() -> None:
@@ -156,6 +159,20 @@ def test_the_command_runs_a_small_grid_for_real(tmp_path: Path) -> None:
     # the same training: the same accuracy after every epoch
     ours, theirs = ([epoch.test_accuracy for epoch in run.epochs] for run in runs)
     assert ours == theirs and len(ours) == 2
+
+
+def test_the_quick_form_has_every_slow_worker_and_link_too() -> None:
+    quick = EXPERIMENTS["stragglers"].quick()
+    assert quick.seeds == (0,) and len(quick.cells) == len(EXPERIMENTS["stragglers"].cells)
+    assert {dict(cell.flags).get("straggler") for cell in quick.cells} >= {"3:8x", "4:8x", None}
+
+
+def test_slow_workers_under_every_kind_of_strategy_at_1_2_4_and_8_times() -> None:
+    cells = [dict(cell.flags) for cell in EXPERIMENTS["stragglers"].cells]
+    for strategy in {cell["strategy"] for cell in cells}:
+        slow = [cell["straggler"] for cell in cells if cell["strategy"] == strategy and "straggler" in cell]
+        assert [each.partition(":")[2] for each in slow] == ["1x", "2x", "4x", "8x"]
+    assert {"ring_all_reduce", "param_server", "param_server_async"} < {cell["strategy"] for cell in cells}
 
 
 def test_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ LAYERS = {
     "workloads": {"workloads"},
     "training": {"training"},
     "analysis": {"analysis"},
-    "commands": {"command_line", "__main__", "bench", "experiment", "faults", "injection", "plots"},
+    "commands": {"command_line", "__main__", "bench", "experiment", "grids", "faults", "injection", "plots"},
 }
 MAY_IMPORT = {
     "leaves": set[str](),

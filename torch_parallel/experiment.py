@@ -16,19 +16,18 @@ import csv
 import fcntl
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch_parallel.analysis.findings import summary
 from torch_parallel.analysis.runs import Unequal, manifest
+from torch_parallel.grids import EXPERIMENTS, Cell, Experiment
 from torch_parallel.results import COLUMNS, RunFolder, environment
 from torch_parallel.training.config import OneLineParser
 
@@ -38,119 +37,6 @@ RUN_LIMIT_S = 3600.0
 
 class ExperimentError(RuntimeError):
     """A run of a grid failed. One line: which, why, and how to go on."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One command of a grid, without its seed."""
-
-    program: str
-    flags: tuple[tuple[str, Any], ...]
-    threads: int  # OMP_NUM_THREADS, of one process: the same grid on a machine with more processors is the same
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """What is set in the environment of the program."""
-        return {"OMP_NUM_THREADS": str(self.threads)}
-
-    def words(self, seed: int) -> list[str]:
-        """The program and its arguments."""
-        flags = (*self.flags, ("seed", seed))
-        return [self.program, *(word for name, value in flags for word in (f"--{name}", str(value)))]
-
-    def command(self, seed: int) -> str:
-        """As a reader would type it."""
-        return shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), "python", *self.words(seed)])
-
-    def with_flags(self, **flags: Any) -> Cell:
-        """The same program, strategy and number of processes with other flags."""
-        kept = {name: value for name, value in self.flags if name in ("strategy", "n_gpus")}
-        return replace(self, flags=tuple({**kept, **flags}.items()))
-
-
-def train_py(strategy: str, n: int, **flags: Any) -> Cell:
-    """A run of train.py, each process with one thread."""
-    return Cell("train.py", (("strategy", strategy), ("n_gpus", n), *flags.items()), threads=1)
-
-
-def ddp(n: int, **flags: Any) -> Cell:
-    """A run of DistributedDataParallel's control, likewise."""
-    return Cell("ring_all_reduce_builtin.py", (("n_gpus", n), *flags.items()), threads=1)
-
-
-def data_parallel(n: int, **flags: Any) -> Cell:
-    """A run of DataParallel's control: one process, which takes as many threads as there would be workers."""
-    return Cell("param_server_builtin.py", (("n_gpus", n), *flags.items()), threads=n)
-
-
-SEEDS = (0, 1, 2)
-CNN: dict[str, Any] = {"model": "cnn", "dataset": "mnist"}
-MOBILENET: dict[str, Any] = CNN | {"model": "mobilenet_v2", "optimizer": "adamw", "batch_size": 16, "test_size": 500}
-"""AdamW and small batches: with fewer steps than these BatchNorm's averages are still of the first, random weights. 500
-test images, since testing all of them would take longer than training."""
-
-
-def _param_server() -> list[Cell]:
-    return [
-        cell
-        for flags in (CNN | {"epochs": 3}, MOBILENET | {"train_size": 1000, "epochs": 4})
-        for cell in (train_py("param_server", 3, **flags), data_parallel(2, **flags))
-    ]
-
-
-def _ring() -> list[Cell]:
-    return [
-        cell
-        for flags in (CNN | {"epochs": 3}, MOBILENET | {"train_size": 1000, "epochs": 3})
-        for cell in (train_py("ring_all_reduce", 2, **flags), ddp(2, **flags))
-    ]
-
-
-def _scaling() -> list[Cell]:
-    cells = []
-    for size in (1_000, 10_000, 60_000):
-        flags = CNN | {"train_size": size, "epochs": 4 if size == 1_000 else 2}
-        cells += [train_py("ring_all_reduce", n, **flags) for n in (1, 2)]
-        cells += [train_py("param_server", 3, **flags), ddp(2, **flags), data_parallel(2, **flags)]
-    cells += [train_py("ring_all_reduce", 4, **flags), ddp(4, **flags)]
-    for size in (100, 400):
-        flags = MOBILENET | {"train_size": size, "epochs": 2}
-        cells += [*(train_py("ring_all_reduce", n, **flags) for n in (1, 2)), ddp(2, **flags)]
-    return cells
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """A named grid: what it is for, its cells, and what tells its comparisons apart."""
-
-    what: str
-    cells: list[Cell]
-    apart: tuple[str, ...] = ("model",)
-    """Columns whose values are not compared with each other: each model is a comparison of its own."""
-    same: tuple[str, ...] = ("processors",)
-    """What runs of one comparison have in common besides HELD."""
-
-    def quick(self) -> Experiment:
-        """The same strategies and numbers of processes, on the digits."""
-        small = {"dataset": "digits", "train_size": 200, "epochs": 2, "model": "cnn"}
-        cells = dict.fromkeys(cell.with_flags(**small) for cell in self.cells)
-        return replace(self, cells=list(cells))
-
-
-EXPERIMENTS = {
-    "param_server": Experiment(
-        "the parameter server from scratch beside torch.nn.DataParallel: accuracy", _param_server()
-    ),
-    "ring_all_reduce": Experiment(
-        "the ring from scratch beside DistributedDataParallel: an epoch and its parts", _ring()
-    ),
-    "scaling": Experiment(
-        "all of them, with more data and more workers",
-        _scaling(),
-        apart=("model", "train_size"),
-        same=("processors_each",),
-    ),
-}
 
 
 class Grid:
@@ -219,7 +105,8 @@ class Grid:
 
     def summary(self) -> str:
         """What was held equal and what came out so far. Raises Unequal."""
-        return summary(self.folder.path, self.experiment.apart, self.experiment.same)
+        experiment = self.experiment
+        return summary(self.folder.path, experiment.apart, experiment.same, experiment.but)
 
     def _run_one(self, cell: Cell, seed: int) -> None:
         """One command in fresh processes; its rows are added when it has ended well, all of them or none."""
@@ -313,12 +200,12 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     if options.name is None:
         for name, each in EXPERIMENTS.items():
-            print(f"{name:18}{each.what}; {len(each.cells)} cells, seeds {', '.join(map(str, SEEDS))}")
+            print(f"{name:18}{each.what}; {len(each.cells)} cells, seeds {', '.join(map(str, each.seeds))}")
         return
     experiment = EXPERIMENTS[options.name].quick() if options.quick else EXPERIMENTS[options.name]
     results_dir = options.results_dir or ("results/runs/quick" if options.quick else "results")
     try:
-        grid = Grid(options.name, experiment, SEEDS[:1] if options.quick else SEEDS, results_dir)
+        grid = Grid(options.name, experiment, experiment.seeds, results_dir)
         grid.run()
         print(grid.summary())
     except (ExperimentError, Unequal) as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import matplotlib.figure
 
-from torch_parallel.analysis import plots, timeline
+from torch_parallel.analysis import bottlenecks, communication, plots, timeline
 from torch_parallel.analysis.animate import save_gif
 from torch_parallel.analysis.figure import Figure
 from torch_parallel.analysis.runs import ExperimentMissing, Unequal, newest
@@ -25,8 +25,13 @@ FIGURES: dict[str, tuple[Callable[[Path], Figure], str]] = {
     "param_server.png": (plots.accuracy, "param_server"),
     "ring_all_reduce.png": (plots.epoch_parts, "ring_all_reduce"),
     "scaling.png": (plots.scaling, "scaling"),
+    "collectives.png": (communication.all_reduce_times, "bench_collectives"),
+    "stragglers.png": (bottlenecks.stragglers, "stragglers"),
+    "links.png": (bottlenecks.links, "links"),
+    "aggregation.png": (bottlenecks.aggregation, "aggregation"),
 }
-"""File -> how it is drawn, and from which experiment."""
+"""File -> how it is drawn, and from which experiment or bench."""
+TABLES = ("runs.csv", "bench.csv")
 
 
 def draw_all(results_dir: Path, media: Path) -> list[Path]:
@@ -34,7 +39,7 @@ def draw_all(results_dir: Path, media: Path) -> list[Path]:
     media.mkdir(exist_ok=True)
     for name, (draw, experiment) in FIGURES.items():
         folder = newest(experiment, results_dir)
-        _save(draw(folder), media / name, folder / "runs.csv")
+        _save(draw(folder), media / name, next(folder / name for name in TABLES if (folder / name).exists()))
     trace = newest("trace", results_dir) / "trace.json"
     events = read_chrome_trace(trace)
     first_step_s = min(event.end_s for event in events if event.lane == "compute")  # it warms up, and takes long

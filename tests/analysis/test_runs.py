@@ -73,6 +73,20 @@ def folder(tmp_path: Path) -> Path:
     )
 
 
+def test_runs_with_other_options_have_other_labels(tmp_path: Path) -> None:
+    place = written(
+        tmp_path / "options",
+        made("ring_all_reduce", 0, [1.0], options='{"bucket_mb": 25.0, "compute_ms": 10, "straggler": "1:4x"}'),
+        made("ring_all_reduce", 1, [1.0], options='{"bucket_mb": 25.0, "aggregate": "sum"}'),
+        made("ring_all_reduce", 2, [1.0], options='{"bucket_mb": 25.0}'),
+    )
+    assert list(by_label(read_runs(place))) == [
+        "ring_all_reduce, 2 workers, straggler 1:4x",
+        "ring_all_reduce, 2 workers, aggregate sum",
+        "ring_all_reduce, 2 workers",
+    ]
+
+
 def test_times_leave_the_first_epoch_out(folder: Path) -> None:
     ring = select(read_runs(folder), strategy="ring_all_reduce")
     assert [run.epoch_s for run in ring] == [3.0, 4.0, 5.0]  # the medians of 2 and 4, of 3 and 5, of 4 and 6

@@ -70,6 +70,17 @@ def test_the_small_prefer_few_messages_and_the_large_few_bytes() -> None:
     assert fastest(2**28) == "ring"  # 12 is no power of two: halving and doubling pays for the folded ranks
 
 
+def test_in_shared_memory_processors_are_shared_and_memory_is_not() -> None:
+    """A ring of four on one processor: its 4 * 6 moves one after the other; on four, and on eight, as over links."""
+    n, moved = 4, 6 * S / 4
+    one = predicted_s(COLLECTIVES["ring"], n, S, RATES, processors=1)
+    assert one == pytest.approx(n * (6 * A + moved * B + moved / 2 * G))
+    for processors in (4, 8):
+        assert predicted_s(COLLECTIVES["ring"], n, S, RATES, processors) == pytest.approx(priced("ring", n))
+    # all read from all at once: over links a rank is read by one at a time
+    assert predicted_s(COLLECTIVES["one_shot"], 3, 0, RATES, processors=3) == pytest.approx(2 * A)
+
+
 def test_a_schedule_that_gets_stuck() -> None:
     both_wait = [[Receive(1, range(1), True)], [Send(1, range(1))]], [[Receive(0, range(1), True)], [Send(0, range(1))]]
     stuck = replace(COLLECTIVES["broadcast"], rounds=lambda rank, world_size: iter(both_wait[rank]))

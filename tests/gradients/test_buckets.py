@@ -143,8 +143,10 @@ def test_sums_that_lie_elsewhere() -> None:
         used.grad.mul_(2)
         assert bucket.result[:2].tolist() == ([30, 40] if copy else [60, 80])
     bucket.zero()
-    (3 * used).sum().backward()
-    assert used.grad is not None and used.grad.data_ptr() == bucket.shared.local.data_ptr()
+    assert used.grad is None
+    (7 * used).sum().backward()
+    assert used.grad is not None and used.grad.tolist() == [7, 7]
+    assert used.grad.data_ptr() == bucket.shared.local.data_ptr() == bucket.gradients.data_ptr()
 
 
 def test_micro_batches_add_up() -> None:

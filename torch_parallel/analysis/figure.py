@@ -16,6 +16,10 @@ COLOURS = {
     "param_server": "#009E73",
     "data_parallel": "#CC79A7",
     "one process": "#222222",
+    "sharded_param_server": "#56B4E9",
+    "param_server_async": "#D55E00",
+    "param_server_bounded": "#8B6BB1",
+    "param_server_backup": "#CC79A7",
 }
 """One a strategy, in every figure: those of Okabe and Ito, which the colour-blind can tell apart."""
 MARKERS = {
@@ -24,6 +28,10 @@ MARKERS = {
     "param_server": "^",
     "data_parallel": "D",
     "one process": "x",
+    "sharded_param_server": "v",
+    "param_server_async": "s",
+    "param_server_bounded": "D",
+    "param_server_backup": "P",
 }
 OTHERS = ("#56B4E9", "#D55E00", "#F0E442", "#999999")
 

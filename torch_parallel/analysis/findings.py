@@ -30,24 +30,37 @@ def about(folder: str | Path) -> str:
     )
 
 
-def summary(folder: str | Path, apart: tuple[str, ...] = ("model",), same: tuple[str, ...] = ("processors",)) -> str:
+def made(folder: str | Path) -> str:
+    """The same of a bench."""
+    told = manifest(folder)
+    when = told["started"][:16].replace("T", " ")
+    return f"{told['command']}\n{when}: {machine_told(told)}, commit {told['commit'][:12]}"
+
+
+def summary(
+    folder: str | Path,
+    apart: tuple[str, ...] = ("model",),
+    same: tuple[str, ...] = ("processors",),
+    but: tuple[str, ...] = (),
+) -> str:
     """For each comparison what was held equal, and seconds of an epoch and accuracy with their spread.
 
-    `apart` are the columns whose values are not compared with each other. Raises Unequal.
+    `apart` are the columns whose values are not compared with each other, `same` and `but` are those of `held_equal`.
+    Raises Unequal.
     """
     lines = []
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in read_runs(folder):
         groups.setdefault(tuple(str(run.setting(name)) for name in apart), []).append(run)
     for key, runs in groups.items():
-        held = held_equal(runs, same=same)
+        held = held_equal(runs, but, same)
         lines.append(", ".join(f"{name} {value}" for name, value in zip(apart, key, strict=True)))
         lines.append(f"  held equal: {'; '.join(f'{name} {value}' for name, value in held.items())}")
         for label, of_label in by_label(runs).items():
             median, least, largest = spread([run.epoch_s for run in of_label])
             accuracy, worst, best = spread([100 * run.epochs[-1].test_accuracy for run in of_label])
             lines.append(
-                f"  {label:38}{median:8.3f} s an epoch ({least:.3f} to {largest:.3f})   "
+                f"  {label:44}{median:8.3f} s an epoch ({least:.3f} to {largest:.3f})   "
                 f"test accuracy {accuracy:.2f} % ({worst:.2f} to {best:.2f})   {len(of_label)} runs"
             )
     return "\n".join(lines)

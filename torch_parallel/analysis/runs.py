@@ -41,6 +41,10 @@ HELD = (
 """What runs that are compared must have in common, besides machine and versions, which one folder has in common."""
 
 
+COMMON_OPTIONS = ("bucket_mb", "compute_ms", "latency")
+"""Options that tell no runs of an experiment apart."""
+
+
 class ExperimentMissing(ValueError):
     """There is no folder with results of that experiment. One line."""
 
@@ -87,7 +91,15 @@ class Run:
             return self.workers * self.threads / self.asked_for
         if name == "epochs":
             return len(self.epochs)
+        if name in self.options:
+            return self.options[name]
         return self.settings[name] if name in self.settings else getattr(self, name)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The strategy's own and what was emulated, as far as it was given."""
+        options: dict[str, Any] = json.loads(self.settings.get("options") or "{}")
+        return options
 
     @property
     def epoch_s(self) -> float:
@@ -194,7 +206,12 @@ def by_setting(runs: list[Run], name: str) -> dict[str, list[Run]]:
 
 
 def label(run: Run) -> str:
-    """The strategy, and how many processes train: "ring_all_reduce, 2 workers"."""
+    """The strategy, how many processes train, and its options: "ring_all_reduce, 2 workers, straggler 1:4x"."""
+    options = [f", {name} {value}" for name, value in run.options.items() if name not in COMMON_OPTIONS]
+    return _who(run) + "".join(options)
+
+
+def _who(run: Run) -> str:
     if run.workers == 1 and run.strategy != "data_parallel":
         return "one process"
     if run.strategy == "data_parallel" and run.setting("device") == "cpu":

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
+from torch_parallel.analysis.communication import read_bench, size_told
 from torch_parallel.analysis.runs import (
     by_label,
     by_setting,
@@ -16,6 +18,7 @@ from torch_parallel.analysis.runs import (
     read_runs,
     spread,
 )
+from torch_parallel.collectives import ALL_REDUCE
 
 
 def experiments_table(results_dir: str | Path = "results") -> str:
@@ -39,30 +42,49 @@ def experiments_table(results_dir: str | Path = "results") -> str:
     note = (
         f"Medians (least to largest) over the seeds; {machine_told(about)}, {about['started'][:10]}. Accuracy is that "
         f"of the last epoch. Each pair of rows has the same data, order, global batch, steps, evaluation and "
-        f"processors; dropout and BatchNorm make mobilenet_v2 differ. From {' and '.join(notes)} in `results/`."
+        f"processors; only beside DataParallel do BatchNorm and dropout make mobilenet_v2 another training. "
+        f"From {' and '.join(notes)} in `results/`."
     )
     return "\n".join([*lines, "", note])
 
 
 def bench_table(results_dir: str | Path = "results") -> str:
-    """The ring's all-reduce beside gloo's, by size."""
-    folder = max((Path(results_dir) / "bench_all_reduce").glob("*"))
-    with open(folder / "bench.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    lines = ["| all-reduce of | times gloo's speed | of an ordinary tensor |", "|---|---|---|"]
-    for size in dict.fromkeys(int(row["size_bytes"]) for row in rows):
-        ways = {row["way"]: float(row["times_faster_than_gloo"]) for row in rows if int(row["size_bytes"]) == size}
-        lines.append(f"| {_size(size)} | {ways['ring']:.1f} | {ways['ring, ordinary tensor']:.1f} |")
+    """The all-reduce of two processes beside gloo's and MPI's, by size."""
+    folder = newest("bench_collectives", results_dir)
+    rows = [row for row in read_bench(folder) if row["n"] == 2]
+    lines = [
+        "| size | gloo (us) | ring (us) | fastest (us) | times gloo's speed | times MPI's | ring, ordinary tensor |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for size in dict.fromkeys(row["size_bytes"] for row in rows):
+        ways = {row["way"]: row for row in rows if row["size_bytes"] == size}
+        best = min((ways[name] for name in ALL_REDUCE), key=lambda row: float(row["time_us"]))
+        mpi = f"{ways['mpi']['time_us'] / best['time_us']:.2f}" if "mpi" in ways else "-"
+        cells = [size_told(size), _with_quartiles(ways["gloo"]), _with_quartiles(ways["ring"])]
+        cells += [f"{best['way']} {_with_quartiles(best)}", f"{best['times_faster_than_gloo']:.1f}", mpi]
+        cells.append(f"{ways['ring, ordinary tensor']['times_faster_than_gloo']:.1f} times gloo's")
+        lines.append(f"| {' | '.join(cells)} |")
     about = manifest(folder)
+    others = f", {about['mpi']} in 2 others" if any(row["way"] == "mpi" for row in rows) else ""
     note = (
-        f"{about['n']} processes, both sides in turns in the same ones; {machine_told(about)}, {about['started'][:10]}."
+        f"Medians (quartiles) of the slowest rank; ours and gloo's in turns in the same 2 processes{others}; "
+        f"{machine_told(about)}, {about['started'][:10]}. From `{folder.relative_to(results_dir)}` (commit "
+        f"{about['commit'][:7]})."
     )
     return "\n".join([*lines, "", note])
 
 
+def _with_quartiles(row: dict[str, Any]) -> str:
+    return f"{_short(row['time_us'])} ({_short(row['lower_quartile_us'])} to {_short(row['upper_quartile_us'])})"
+
+
+def _short(microseconds: float) -> str:
+    return f"{microseconds:,.1f}" if microseconds < 100 else f"{microseconds:,.0f}"
+
+
 def epoch_note(results_dir: str | Path = "results") -> str:
     """One sentence: an epoch of training beside DistributedDataParallel, in turns in the same processes."""
-    folder = max((Path(results_dir) / "bench_epoch").glob("*"))
+    folder = newest("bench_epoch", results_dir)
     with open(folder / "bench.csv", newline="") as file:
         ours, theirs = list(csv.DictReader(file))
     about = manifest(folder)
@@ -77,10 +99,6 @@ def epoch_note(results_dir: str | Path = "results") -> str:
 def _with_spread(values: list[float], how: str) -> str:
     middle, least, largest = (format(value, how) for value in spread(values))
     return f"{middle} ({least} to {largest})"
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes >> 20} MiB" if size_bytes >= 1 << 20 else f"{size_bytes >> 10} KiB"
 
 
 TABLES = {"experiments": experiments_table, "bench": bench_table, "epoch": epoch_note}

@@ -26,11 +26,11 @@ from torch_parallel.communicator import Communicator
 from torch_parallel.devices import threads_per_worker
 from torch_parallel.launcher import launch
 
-SIZES_BYTES = tuple(size << 10 for size in (4, 16, 64, 256)) + tuple(size << 20 for size in (1, 4, 16, 64, 100, 400))
+SIZES_BYTES = (*(size << 10 for size in (4, 16, 64, 256)), *(size << 20 for size in (1, 2, 4, 8, 16, 32, 64, 100, 400)))
 WARM_UP = 3
-BYTES_PER_SIZE = (2 << 30) // 10
-"""So much is moved at each size, within the bounds on the number of repeats."""
-FEWEST_REPEATS, MOST_REPEATS = 9, 200
+BYTES_PER_SIZE = 100 << 20
+"""So much is moved at each size, within the bounds on the number of repeats, in each round."""
+FEWEST_REPEATS, MOST_REPEATS = 5, 100
 PEER = "gloo"
 ROUNDS = 2
 """Our processes, with gloo, and MPI's, take turns so often."""

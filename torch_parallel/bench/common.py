@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -24,9 +25,13 @@ def recorded(folder: RunFolder, n: int, **entries: Any) -> AbstractContextManage
     return folder.running(**environment(), n=n, threads=threads_per_worker(n), **entries)
 
 
-def save(folder: RunFolder, rows: list[dict[str, Any]]) -> None:
-    with open(folder.path / "bench.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+def write_table(file: Path, rows: list[dict[str, Any]]) -> None:
+    with open(file, "w", newline="") as opened:
+        writer = csv.DictWriter(opened, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+
+
+def save(folder: RunFolder, rows: list[dict[str, Any]]) -> None:
+    write_table(folder.path / "bench.csv", rows)
     print(f"results in {folder.path}")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import Namespace
 from functools import partial
 from typing import Any
 
 from torch_parallel.bench import collectives, gpu, mpi
-from torch_parallel.bench.common import recorded, save
-from torch_parallel.devices import choose_processes
+from torch_parallel.bench.common import recorded, save, write_table
+from torch_parallel.bench.fit import Measured, compared, fit, told
+from torch_parallel.collectives import ALL_REDUCE
+from torch_parallel.devices import choose_processes, usable_cpus
 from torch_parallel.results import RunFolder
 from torch_parallel.training.config import ConfigError, OneLineParser
 
@@ -64,7 +67,27 @@ def bench_collectives(operations: list[str], arguments: list[str]) -> None:
     if wrong:
         sys.exit(f"wrong results, so no figure above means anything: {', '.join(wrong)}")
     print(f"\nbandwidths in GB/s; times are medians of the slowest rank's; x {peer} = {peer}'s time / this one's")
+    if not on_gpus:
+        _save_fit(folder, rows)
     save(folder, rows)
+
+
+def _save_fit(folder: RunFolder, rows: list[dict[str, Any]]) -> None:
+    """fit.json and fit.csv: what the all-reduces' timings make of alpha, beta and gamma, and how well that predicts."""
+    timings = [
+        Measured(row["way"], row["n"], row["size_bytes"], row["time_us"] / 1e6)
+        for row in rows
+        if row["way"] in ALL_REDUCE
+    ]
+    processors = usable_cpus()
+    try:
+        made = fit(timings, processors)
+    except ValueError:
+        return  # too few sizes were asked for
+    compared_rows = compared(timings, made, processors)
+    (folder.path / "fit.json").write_text(json.dumps(made.as_json() | {"processors": processors}, indent=2) + "\n")
+    write_table(folder.path / "fit.csv", compared_rows)
+    print("\n".join(told(compared_rows)))
 
 
 def _parse(name: str, arguments: list[str]) -> Namespace:
@@ -83,6 +106,6 @@ def _parse(name: str, arguments: list[str]) -> Namespace:
             raise ConfigError(f"--n_gpus {n}: it takes at least 2 processes to exchange anything")
         choose_processes(n, options.device)
     smallest = collectives.SIZES_BYTES[0]
-    if not options.largest_mb * 2**20 >= smallest:
+    if not options.largest_mb * 2**20 >= smallest:  # nan too
         raise ConfigError(f"--largest_mb {options.largest_mb}: the smallest size is {smallest} bytes")
     return options

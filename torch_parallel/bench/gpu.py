@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_parallel.bench.collectives import FEWEST_REPEATS, Job, Timing, Ways, alternate
+from torch_parallel.bench.collectives import Job, Timing, Ways, alternate
 from torch_parallel.bench.operations import ALGORITHMS, base, bus_factor, by_torch, expected
 from torch_parallel.collectives import Collective
 from torch_parallel.communicator import Communicator
@@ -30,7 +30,7 @@ PEER = "nccl"
 SIZES_BYTES = tuple(size << 10 for size in (4, 16, 64, 256)) + tuple(
     size << 20 for size in (1, 4, 16, 25, 64, 100, 256, 1024)
 )
-MOST_REPEATS = 30
+FEWEST_REPEATS, MOST_REPEATS = 9, 30
 BLOCKS, CALLS_PER_BLOCK = 5, 20
 """Calls back to back; in place values grow by the number of ranks at each, which float32 bears 20 times."""
 CANDIDATES = [

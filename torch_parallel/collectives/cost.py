@@ -15,6 +15,10 @@ What follows from the schedules, for P ranks and S bytes, as the tests compare:
     all_gather_average  (P-1)(alpha + S beta) + (P-1) S gamma
 
 Where messages to different peers overlap fully, the two shots' 2(P-1) alpha would be 2 alpha; here each is waited for.
+
+In memory that all ranks share there are no links. Several ranks may read from one at the same time; to add what is
+already here costs as much as to add what a peer has, beta and gamma; a move keeps a processor busy, of which there may
+be fewer than ranks; and where several ranks move at the same time, memory serves each of them more slowly.
 """
 
 from __future__ import annotations
@@ -32,20 +36,32 @@ class Rates:
     alpha_s: float
     beta_s_per_byte: float
     gamma_s_per_byte: float = 0.0
+    contention: float = 0.0
+    """In shared memory: by what part a move takes longer for each other rank that moves at the same time."""
 
 
-def predicted_s(collective: Collective, world_size: int, nbytes: int, rates: Rates) -> float:
+def predicted_s(
+    collective: Collective, world_size: int, nbytes: int, rates: Rates, processors: int | None = None
+) -> float:
     """Seconds until the last of `world_size` ranks is done with a buffer of `nbytes` bytes.
 
-    Raises ValueError for a schedule that gets stuck; `proof.prove` says why.
+    Over links; with a number of `processors`, in memory that all ranks share. Raises ValueError for a schedule that
+    gets stuck; `proof.prove` says why.
     """
-    return _Clocks(collective, world_size, nbytes, rates).run()
+    clocks = _Clocks(collective, world_size, nbytes, rates, processors)
+    end_s = clocks.run()
+    if processors is None or not end_s:
+        return end_s
+    moving = clocks.moved_s / end_s  # ranks that move at the same time, on average
+    return end_s * (1 + rates.contention * max(0.0, moving - 1))
 
 
 class _Clocks:
     """Performs the receives of all ranks in the order in which they start."""
 
-    def __init__(self, collective: Collective, world_size: int, nbytes: int, rates: Rates) -> None:
+    def __init__(
+        self, collective: Collective, world_size: int, nbytes: int, rates: Rates, processors: int | None
+    ) -> None:
         ranks = range(world_size)
         self.rates = rates
         self.chunk_count = collective.chunk_count(world_size)
@@ -54,7 +70,10 @@ class _Clocks:
         self.programs = [deque(collective.rounds(rank, world_size)) for rank in ranks]
         self.steps: list[deque[Receive | Local]] = [deque() for _ in ranks]  # what is left of each rank's round
         self.now_s = [0.0] * world_size
-        self.readable_s = [0.0] * world_size  # when the last read of each rank's memory has ended
+        self.readable_s = [0.0] * world_size  # when the last read of each rank's memory has ended, over links
+        self.free_s = [0.0] * (world_size if processors is None else processors)  # when each processor has
+        self.over_links = processors is None
+        self.moved_s = 0.0  # by all ranks together
         self.signals: dict[tuple[int, int], deque[tuple[float, int]]] = {(a, b): deque() for a in ranks for b in ranks}
         self.signal_count = 0
 
@@ -73,7 +92,9 @@ class _Clocks:
         """Does what needs no peer: moves of its own, and the signals of the rounds that begin."""
         while True:
             while self.steps[rank] and isinstance(self.steps[rank][0], Local):
-                self.now_s[rank] += self._own_s(self.steps[rank].popleft())
+                own_s = self._own_s(self.steps[rank].popleft())
+                self.now_s[rank] += own_s
+                self.moved_s += own_s
             if self.steps[rank] or not self.programs[rank]:
                 return
             self._begin(rank, self.programs[rank].popleft())
@@ -92,7 +113,8 @@ class _Clocks:
         if not isinstance(step, Receive) or not self.signals[step.source, rank]:
             return None
         signalled_s, number = self.signals[step.source, rank][0]
-        return max(self.now_s[rank], signalled_s, self.readable_s[step.source]), number, rank
+        free_s = self.readable_s[step.source] if self.over_links else min(self.free_s)
+        return max(self.now_s[rank], signalled_s, free_s), number, rank
 
     def _receive(self, rank: int, start_s: float) -> None:
         step = self.steps[rank].popleft()
@@ -101,10 +123,15 @@ class _Clocks:
         nbytes = self._bytes(step.chunks)
         self.readable_s[step.source] = start_s + self.rates.alpha_s + nbytes * self.rates.beta_s_per_byte
         self.now_s[rank] = self.readable_s[step.source] + step.reduce * nbytes * self.rates.gamma_s_per_byte
+        self.moved_s += self.now_s[rank] - start_s
+        if not self.over_links:
+            self.free_s[self.free_s.index(min(self.free_s))] = self.now_s[rank]
 
     def _own_s(self, move: Receive | Local) -> float:
-        rate = self.rates.gamma_s_per_byte if move.reduce else self.rates.beta_s_per_byte
-        return self._bytes(move.chunks) * rate
+        adding, copying = self.rates.gamma_s_per_byte, self.rates.beta_s_per_byte
+        if not self.over_links:
+            adding += copying
+        return self._bytes(move.chunks) * (adding if move.reduce else copying)
 
     def _bytes(self, chunks: range) -> int:
         """Bytes that move: none of a common chunk."""

@@ -125,13 +125,18 @@ class Display:
             f"update {updating.update_s:.2f} s{skipped}{_served_line(epoch.served)}"
         )
 
+    def _options(self) -> dict[str, Any]:
+        config = self.config
+        aggregate = {} if config.aggregate == "weighted" else {"aggregate": config.aggregate}
+        return {"bucket_mb": config.bucket_mb, **aggregate, **config.own_options, **emulation.flags(config)}
+
     def _rows(self, epoch: Epoch) -> list[dict[str, Any]]:
         config, links = self.config, emulation.topology(self.config)
         common = {
             **config.columns(self.dataset.name, self.model_name),
             "kind": self.kind,
             "strategy": config.strategy,
-            "options": json.dumps({"bucket_mb": config.bucket_mb, **config.own_options, **emulation.flags(config)}),
+            "options": json.dumps(self._options()),
             "workers": self.processes - self.servers,
             "nodes": links.node_count if links else 1,
             "device": self.device,
