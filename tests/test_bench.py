@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from torch_parallel import bench, launch
-from torch_parallel.bench import collectives, mpi, operations, step
+from torch_parallel.bench import collectives, gpu, mpi, operations, step
 from torch_parallel.bench.collectives import Timing
 from torch_parallel.collectives import ALL_REDUCE
 from torch_parallel.communicator import Communicator
+from torch_parallel.devices import DeviceError
 from torch_parallel.training.config import ConfigError
 
 KINDS = ("ring_all_reduce", "two_shot_in_place", "param_server", "sharded_param_server")
@@ -34,13 +35,14 @@ def figures(results_dir: Path) -> tuple[list[dict[str, str]], dict[str, Any]]:
 def test_a_row_by_hand() -> None:
     """8 MB in a median of 4 ms; a ring of four moves 2 * 3/4 of them over each link, an all-gather 3/4."""
     timing = Timing("all_reduce", "ring", 8_000_000, [0.001, 0.003, 0.004, 0.005, 0.010])
-    row = timing.row(n=4, peer_s=0.006)
+    gloo = Timing("all_reduce", "gloo", 8_000_000, [0.006])
+    row = timing.row(n=4, peer=gloo)
     assert (row["time_us"], row["algbw"], row["busbw"], row["count"]) == (4000, 2, 3, 2_000_000)
     assert row["times_faster_than_gloo"] == 1.5
     assert (row["way"], row["n"], row["size_bytes"], row["wrong"], row["repeats"]) == ("ring", 4, 8_000_000, 0, 5)
     assert 1000 <= row["lower_quartile_us"] < 4000 < row["upper_quartile_us"] <= 10_000
-    assert Timing("all_gather", "ring", 8_000_000, [0.004] * 3).row(4, 0.004)["busbw"] == 1.5
-    assert Timing("broadcast", "tree", 8_000_000, [0.004] * 3).row(4, 0.004)["busbw"] == 2
+    assert Timing("all_gather", "ring", 8_000_000, [0.004] * 3).row(4, gloo)["busbw"] == 1.5
+    assert Timing("broadcast", "tree", 8_000_000, [0.004] * 3).row(4, gloo)["busbw"] == 2
 
 
 def test_sizes_are_cut_to_what_the_ranks_divide_and_a_barrier_has_none() -> None:
@@ -120,7 +122,7 @@ def wrong_of_ways(communicator: Communicator) -> list[int]:
         "wrong": (target, lambda: target),
         "stale": (target, lambda: first),
     }
-    _, wrong = collectives._alternate(communicator, ways, start, torch.empty(2, 4), "all_reduce", repeats=3)
+    _, wrong = collectives.alternate(communicator, ways, start, torch.empty(2, 4), "all_reduce", repeats=3)
     return wrong.tolist()
 
 
@@ -209,6 +211,7 @@ def test_the_model_has_about_the_size_asked_for(parameters: int) -> None:
         (["all_reduce", "--n_gpus", "1"], "--n_gpus 1"),
         (["all_reduce", "--largest_mb", "0.001"], "--largest_mb 0.001"),
         (["all_reduce", "--largest_mb", "nan"], "--largest_mb nan"),
+        (["all_reduce", "--device", "cuda", "--n_gpus", "999"], "--n_gpus 999"),
         (["epoch", "--n_gpus", "0"], "--n_gpus 0"),
         (["epoch", "--batch_size", "0"], "--batch_size 0"),
         (["epoch", "--repeats", "0"], "--repeats 0"),
@@ -220,6 +223,34 @@ def test_the_model_has_about_the_size_asked_for(parameters: int) -> None:
     ],
 )
 def test_what_cannot_be_timed(arguments: list[str], said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises((ConfigError, DeviceError), match=said):
         bench.main([*arguments, "--results_dir", str(tmp_path)])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_row_of_gpus_by_hand() -> None:
+    """8 MB in 4 ms back to back on four ranks: 2 GB/s, of which a reduce_scatter moves 3/4 over each link."""
+    ours = gpu.GpuTiming("reduce_scatter", "ring, plain", 8_000_000, [0.005] * 3, 0, [0.003, 0.004, 0.009])
+    nccl = gpu.GpuTiming("reduce_scatter", "nccl", 8_000_000, [0.010] * 3, 0, [0.002] * 3)
+    row = ours.row(4, nccl)
+    assert (row["time_us"], row["algbw"], row["busbw"]) == (5000, 1.6, 1.2)
+    assert (row["back_to_back_us"], row["back_to_back_busbw"]) == (4000, 1.5)
+    assert (row["times_faster_than_nccl"], row["back_to_back_times_faster"]) == (2, 0.5)
+    on_the_cpu = Timing("reduce_scatter", "ring", 8_000_000, [0.005] * 3).row(4, Timing("", "gloo", 1, [1.0]))
+    shared = [name for name in on_the_cpu if name != "times_faster_than_gloo"]
+    assert [name for name in row if "back_to_back" not in name and "nccl" not in name] == shared
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each process")
+def test_every_collective_on_gpus_gives_the_right_result_by_all_ways(tmp_path: Path) -> None:
+    arguments = ["--device", "cuda", "--largest_mb", "0.02", "--results_dir", str(tmp_path)]
+    bench.main(["collectives", *arguments])
+    rows, manifest = figures(tmp_path)
+    assert {row["collective"] for row in rows} == set(operations.ALGORITHMS)
+    assert {row["wrong"] for row in rows} == {"0"}
+    assert {row["way"].split(",")[0] for row in rows} >= {
+        name for each in operations.ALGORITHMS.values() for name in each
+    }
+    assert all(float(row["time_us"]) > 0 and float(row["back_to_back_us"]) > 0 for row in rows)
+    assert manifest["status"] == "completed" and manifest["NCCL"].startswith("2.")

@@ -37,8 +37,15 @@ class Communicator:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     shared: dict[str, Tensor] = field(default_factory=dict)
     """The tensors that were given to `launch(..., shared=...)`: one copy in the memory of all processes."""
-    _scratch: dict[torch.dtype, SharedBuffer] = field(default_factory=dict)
-    _narrowed: dict[tuple[torch.dtype, int], SharedBuffer] = field(default_factory=dict)
+    host_transport: Transport | None = None
+    """Of host memory, where `transport` is one of GPUs; None where `transport` itself serves."""
+    _scratch: dict[tuple[str, torch.dtype], SharedBuffer] = field(default_factory=dict)
+    _narrowed: dict[tuple[str, torch.dtype, int], SharedBuffer] = field(default_factory=dict)
+
+    @property
+    def through_host(self) -> Transport:
+        """The transport whose buffers lie in the host's memory, whatever `device` is."""
+        return self.host_transport or self.transport
 
     @property
     def rank(self) -> int:
@@ -128,7 +135,10 @@ class Communicator:
         self.transport.agree("meet at a barrier")
 
     def share(self, numel: int, dtype: torch.dtype = torch.float32) -> SharedBuffer:
-        """A new buffer [numel] of every rank that peers can read; see `Transport.share`."""
+        """A new buffer [numel] of every rank that peers can read, on `device` where GPUs reach each other's memory.
+
+        See `Transport.share`.
+        """
         return self.transport.share(numel, dtype)
 
     def all_ranks(self, mine: Tensor) -> Tensor:
@@ -140,9 +150,10 @@ class Communicator:
         data = pickle.dumps(thing)
         # Everybody has left what came before this exchange, so nobody uses the buffer of bytes any more.
         sizes = self.all_ranks(torch.tensor(len(data)))
-        buffer = self._buffer(int(sizes.max()), torch.uint8)
+        host = self._transport_for("cpu")
+        buffer = self._buffer("cpu", int(sizes.max()), torch.uint8)
         buffer.local[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self.transport.agree("read the objects gathered")
+        host.agree("read the objects gathered")
         if self.rank != root:
             return None
         return [
@@ -174,25 +185,34 @@ class Communicator:
     def _perform(self, collective: Collective, tensor: Tensor, verb: str) -> Tensor:
         if self.world_size == 1:
             return tensor
-        dtype = tensor.dtype
+        dtype, kind = tensor.dtype, tensor.device.type
+        transport = self._transport_for(kind)
         # Everybody has left the previous operation when all have come to this one: the buffer may be filled again.
-        self.transport.agree(f"{verb} {tensor.numel()} elements of {dtype} by {collective.name}")
-        buffer = self._buffer(tensor.numel(), dtype)
+        transport.compare(f"{verb} {tensor.numel()} elements of {dtype} by {collective.name}")
+        buffer = self._buffer(kind, tensor.numel(), dtype)
         with torch.no_grad():
             buffer.local.copy_(tensor.reshape(-1))
-            result = self.transport.perform(collective, buffer, verb)
+            result = transport.perform(collective, buffer, verb)
             tensor.copy_(result.view(tensor.shape))
         return tensor
 
-    def _buffer(self, numel: int, dtype: torch.dtype) -> SharedBuffer:
+    def _transport_for(self, device_type: str) -> Transport:
+        """The one whose buffers lie where the tensor does. The host's is used once the GPU has caught up."""
+        if device_type != "cpu" or self.host_transport is None:
+            return self.transport
+        self.transport.synchronize()
+        return self.host_transport
+
+    def _buffer(self, device_type: str, numel: int, dtype: torch.dtype) -> SharedBuffer:
         """The first `numel` elements of a buffer that doubles when it must; its views are remembered."""
-        scratch = self._scratch.get(dtype)
+        scratch = self._scratch.get((device_type, dtype))
         if scratch is None or scratch.local.numel() < numel:
             capacity = max(1024, 1 << max(numel - 1, 0).bit_length())
-            self._scratch[dtype] = scratch = self.transport.share(capacity, dtype)
-            self._narrowed = {key: buffer for key, buffer in self._narrowed.items() if key[0] != dtype}
-        if (dtype, numel) not in self._narrowed:
+            scratch = self._transport_for(device_type).share(capacity, dtype)
+            self._scratch[device_type, dtype] = scratch
+            self._narrowed = {key: each for key, each in self._narrowed.items() if key[:2] != (device_type, dtype)}
+        if (device_type, dtype, numel) not in self._narrowed:
             if len(self._narrowed) >= _REMEMBERED_SIZES:
                 self._narrowed.clear()
-            self._narrowed[dtype, numel] = scratch.narrow(numel)
-        return self._narrowed[dtype, numel]
+            self._narrowed[device_type, dtype, numel] = scratch.narrow(numel)
+        return self._narrowed[device_type, dtype, numel]

@@ -66,6 +66,7 @@ def launch(
     threads: int | None = None,
     deadline_s: float = 300.0,
     device: str = "cpu",
+    performer: str = "auto",
     shared: dict[str, Tensor] | None = None,
     on_message: Callable[[int, Any], None] | None = None,
     on_tick: Callable[[StatusBoard], None] | None = None,
@@ -77,8 +78,9 @@ def launch(
     The function may come from anywhere, a notebook's cell included: what cannot be imported is sent by value. `shared`
     tensors are put once into memory that all workers map (`communicator.shared`). `threads` a worker: see
     `threads_per_worker`. `on_message(rank, message)` gets what workers `report`; `on_tick(board)` is called about ten
-    times a second. `signal_pipes` overrides how ranks signal (see `transport/signals.py`). With `links`, messages take
-    as long as over those links (see `transport/links.py`).
+    times a second. `performer` is who performs schedules on GPUs (`transport/cuda_ipc.py`); with more ranks than GPUs,
+    several share one. `signal_pipes` overrides how ranks signal (see `transport/signals.py`). With `links`, messages
+    take as long as over those links (see `transport/links.py`), on GPUs too, by way of the host's memory.
 
     Raises ValueError for n < 1 and for links of another number of ranks, NotPicklable, and WorkerFailure. `deadline_s`
     bounds every wait of a worker, and how long a worker may go without communicating or reporting.
@@ -96,6 +98,7 @@ def launch(
                 "threads": threads or threads_per_worker(n),
                 "deadline_s": deadline_s,
                 "device": device,
+                "performer": performer,
                 "shared": run.store(shared or {}),
             },
         )

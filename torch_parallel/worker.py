@@ -21,6 +21,8 @@ from torch_parallel.communicator import Communicator
 from torch_parallel.lifeline import end_with_pipe
 from torch_parallel.mailbox import Outbox
 from torch_parallel.status import COMPUTING, RETURNING
+from torch_parallel.transport.base import Transport, TransportError
+from torch_parallel.transport.cuda_ipc import connect_gpus
 from torch_parallel.transport.shared_memory import SharedMemoryTransport, Wiring
 
 
@@ -33,6 +35,7 @@ class Assignment:
     threads: int
     deadline_s: float
     device: str
+    performer: str
     wiring: Wiring
     outbox: Outbox
     shared: dict[str, tuple[int, tuple[int, ...], torch.dtype]]  # name -> offset in the arena, shape, dtype
@@ -53,6 +56,7 @@ def main(assignment: Assignment) -> None:
         communicator.status.phase(COMPUTING)
         result = function(communicator, *arguments)
         communicator.status.phase(RETURNING)
+        _leave_gpus(communicator)
         assignment.outbox.send("result", result)
         exit_code = 0
     except BaseException as error:  # sys.exit() too: whatever its code, the worker has not returned a result
@@ -93,19 +97,35 @@ def _exit_after(sentinel: int) -> None:
 
 
 def _communicator(assignment: Assignment) -> Communicator:
-    transport = SharedMemoryTransport(assignment.wiring, assignment.rank, assignment.deadline_s)
+    host = SharedMemoryTransport(assignment.wiring, assignment.rank, assignment.deadline_s)
     device = torch.device(assignment.device)
+    transport: Transport = host
     if device.type == "cuda":
-        device = torch.device("cuda", assignment.rank)
+        device = torch.device("cuda", assignment.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        if assignment.wiring.links is None:
+            transport, obstacle = connect_gpus(host, device, assignment.deadline_s, assignment.performer)
+        else:
+            obstacle = "links are emulated there"
+        if obstacle and assignment.rank == 0:
+            print(f"what GPUs exchange goes through the host's memory: {obstacle}", flush=True)
     return Communicator(
         transport,
-        transport.status,
+        host.status,
         assignment.outbox,
         assignment.server_count,
         device,
         {name: assignment.wiring.arena.tensor(*where) for name, where in assignment.shared.items()},
+        host_transport=None if transport is host else host,
     )
+
+
+def _leave_gpus(communicator: Communicator) -> None:
+    """The memory of this process's GPU goes with it: not before peers have read the last of it."""
+    if communicator.host_transport is not None:
+        with contextlib.suppress(TransportError):  # the worker function was told of it, and returned all the same
+            communicator.transport.settle()
+            communicator.transport.synchronize()
 
 
 def _prefix_warnings(rank: int) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing.connection
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 from torch_parallel.fork_server import is_stopped
@@ -53,9 +54,13 @@ class WorkerProcess:
                 self.process.kill()
 
     def close(self) -> None:
+        """After its end: gives back descriptors, and the files by which torch counts who maps GPU memory."""
         self.inbox.close()
         if self.pidfd is not None:
             os.close(self.pidfd)
+        for left in Path("/dev/shm").glob(f"torch_{self.process.pid}_*"):
+            with contextlib.suppress(OSError):
+                left.unlink()
 
     def is_stopped(self) -> bool:
         """Whether somebody sent it SIGSTOP (Linux)."""

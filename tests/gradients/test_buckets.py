@@ -114,6 +114,19 @@ def test_a_mark_of_any_rank_keeps_the_gradient() -> None:
     assert second.grad is None
 
 
+def test_what_a_rank_uses_itself_needs_no_mark_of_others() -> None:
+    """Then nobody reads the marks, which on a GPU would mean waiting for it. Here the sum of marks is lost."""
+    weight = Parameter(torch.tensor([1.0]))
+    bucket = Bucket(0, named(weight), share)
+    bucket.zero()
+    (2 * weight).backward()
+    bucket.publish()
+    assert bucket.shared.local.tolist() == [2, 1]
+    bucket.shared.local[1] = 0.0
+    bucket.collect()
+    assert weight.grad is not None and weight.grad.tolist() == [2]
+
+
 def test_sums_that_lie_elsewhere() -> None:
     """`.grad` is where the sums are until the next step, or, if they are not to be written, a copy."""
     used, unused = Parameter(torch.tensor([1.0, 2.0])), Parameter(torch.tensor([5.0]))

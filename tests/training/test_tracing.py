@@ -50,19 +50,29 @@ def test_a_trace_of_all_ranks(tmp_path: Path, strategy: str) -> None:
     elif strategy == "sharded_param_server":  # each adds the other's part of its shard, and nobody sends parameters
         assert gradients == {(rank, lane): 3 for rank in (0, 1) for lane in ("reduce", "send")}
         assert not parameters
-    else:  # one round each way
-        assert gradients == {
-            (rank, lane): n for rank in (0, 1) for lane, n in (("copy", 3), ("reduce", 3), ("send", 6))
-        }
+    else:
+        assert gradients == {key: 3 * count for key, count in each_step(strategy).items()}
         assert not parameters
+
+
+def each_step(strategy: str) -> dict[tuple[int, str], int]:
+    """How often each of two ranks reads and is read from in one step, by hand."""
+    both = (0, 1)
+    if strategy == "one_shot_all_reduce":  # each adds the other's buffer to its own
+        return {(rank, lane): 1 for rank in both for lane in ("reduce", "send")}
+    if strategy in ("all_gather_average", "gather_scatter"):  # each copies the other's buffer, or rank 1 the sum
+        return {(rank, lane): 1 for rank in both for lane in ("copy", "send")}
+    if strategy in ("tree_all_reduce", "reduce_broadcast"):  # rank 0 adds, rank 1 copies the sum
+        return {(0, "reduce"): 1, (0, "send"): 1, (1, "send"): 1, (1, "copy"): 1}
+    # half of the buffer is added and the other half copied, or waited for where the result is common
+    return {(rank, lane): count for rank in both for lane, count in (("copy", 1), ("reduce", 1), ("send", 2))}
 
 
 def test_a_send_is_what_the_receiver_saw_of_it() -> None:
     """Rank 2 waits for rank 1 from 1 s to 3 s, then adds 40 bytes until 4 s."""
-    strategy = SimpleNamespace(on_update=None)
-    communicator = SimpleNamespace(rank=2, transport=SimpleNamespace(observer=None))
-    tracer = Tracer(communicator, strategy)  # type: ignore[arg-type]
-    communicator.transport.observer(Transfer(1, 2, 40, "gradients", 5, 1.0, 3.0, 4.0, True))
+    strategy = SimpleNamespace(on_update=None, transport=SimpleNamespace(observer=None))
+    tracer = Tracer(SimpleNamespace(rank=2), strategy)  # type: ignore[arg-type]
+    strategy.transport.observer(Transfer(1, 2, 40, "gradients", 5, 1.0, 3.0, 4.0, True))
     assert sorted(tracer.events, key=lambda event: event.lane) == [
         Event(2, "reduce", "gradients, round 5, 40 bytes from rank 1", 3.0, 4.0),
         Event(1, "send", "gradients, round 5, 40 bytes to rank 2", 3.0, 4.0),

@@ -1,4 +1,7 @@
-"""What every transport promises, held against all of them: threads, sequence numbers, and pipes that carry signals."""
+"""What every transport promises, held against all of them: threads, sequence numbers, pipes that carry signals; GPUs.
+
+The last need `pytest -m gpu` and a GPU. With more ranks than GPUs several share one.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,30 @@ from torch_parallel.transport.buffer import SharedBuffer
 from torch_parallel.transport.local import LocalGroup
 
 TRANSPORTS = ("threads", "sequence numbers", "pipes")
-DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16)
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.float16)
 
 every_transport = pytest.mark.parametrize("kind", TRANSPORTS)
+
+GPU_MARKS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU")]
+GPU_TRANSPORTS = ("gpu plain", "gpu triton")
+every_transport_and_gpus = pytest.mark.parametrize(
+    "kind", [*TRANSPORTS, *(pytest.param(kind, marks=GPU_MARKS) for kind in GPU_TRANSPORTS)]
+)
 
 
 def on_all_ranks(
     kind: str, world_size: int, function: Callable[..., Any], *arguments: Any, deadline_s: float = 20.0
 ) -> list[Any]:
     """The results of `function(transport, *arguments)`, by rank."""
+    if kind in GPU_TRANSPORTS:
+        return launch(
+            lambda communicator: function(communicator.transport, *arguments),
+            world_size,
+            threads=1,
+            deadline_s=60,  # the kernel is compiled when it is first used
+            device="cuda",
+            performer=kind.split()[1],
+        )
     if kind != "threads":
         return launch(
             lambda communicator: function(communicator.transport, *arguments),
@@ -119,22 +137,28 @@ def perform_everything(transport: Transport, sizes: list[int], dtypes: tuple[tor
                 buffer.local.copy_(pattern(transport.rank, numel, dtype))
                 result = transport.perform(COLLECTIVES[name], buffer)
                 for where, values in promised(name, transport.rank, transport.world_size, numel, dtype):
-                    if not torch.equal(result[where], values):
-                        faults.append(f"{name}, {numel} {dtype}, {where}: {result[where][:9]} not {values[:9]}")
+                    found = result[where].cpu()
+                    if not torch.equal(found, values):
+                        faults.append(f"{name}, {numel} {dtype}, {where}: {found[:9]} not {values[:9]}")
             if any(part.count_nonzero() for guard in guards for part in guard.parts):
                 faults.append(f"{numel} {dtype}: wrote outside the buffer")
     return faults
 
 
 @pytest.mark.parametrize(
-    "kind, world_size", [*((kind, n) for kind in TRANSPORTS for n in (1, 2, 3, 4, 5)), ("threads", 8)]
+    "kind, world_size",
+    [
+        *((kind, n) for kind in TRANSPORTS for n in (1, 2, 3, 4, 5)),
+        ("threads", 8),
+        *(pytest.param(kind, n, marks=GPU_MARKS) for kind in GPU_TRANSPORTS for n in (1, 2, 3, 4)),
+    ],
 )
 def test_every_collective_every_size_every_dtype(kind: str, world_size: int) -> None:
     sizes = sorted({0, 1, world_size, world_size + 1, 1009, 60 * world_size})
     assert on_all_ranks(kind, world_size, perform_everything, sizes, DTYPES) == [[]] * world_size
 
 
-@every_transport
+@every_transport_and_gpus
 @pytest.mark.parametrize("world_size, dtype", [(3, torch.float32), (4, torch.bfloat16)])
 def test_a_million_and_three_elements(kind: str, world_size: int, dtype: torch.dtype) -> None:
     assert on_all_ranks(kind, world_size, perform_everything, [1_000_003], (dtype,)) == [[]] * world_size
@@ -147,33 +171,35 @@ def all_reduced(transport: Transport, values: list[float], numel: int) -> list[f
     return sorted(set(buffer.local.tolist()))
 
 
-@every_transport
+@every_transport_and_gpus
 @pytest.mark.parametrize("world_size, total", [(1, 1.0), (2, 3.0), (3, 6.0), (4, 10.0), (5, 15.0)])
 def test_ones_times_rank_plus_one(kind: str, world_size: int, total: float) -> None:
     values = [rank + 1.0 for rank in range(world_size)]
     assert on_all_ranks(kind, world_size, all_reduced, values, 11) == [[total]] * world_size
 
 
-def reduce_random(transport: Transport, name: str, numel: int) -> Tensor:
-    """Normal numbers of 16 orders of magnitude, whose float32 sum depends on the order of adding."""
+def reduce_random(transport: Transport, numel: int) -> Tensor:
+    """Normal numbers of 16 orders of magnitude, whose float32 sum depends on the order of adding; and all sums."""
     generator = torch.Generator().manual_seed(transport.rank)
     values = torch.randn(numel, generator=generator) * 10 ** (16 * torch.rand(numel, generator=generator) - 8)
     buffer = transport.share(numel, torch.float32)
-    buffer.local.copy_(values)
-    result = transport.perform(ALL_REDUCE[name], buffer)
-    transport.settle()
-    return torch.stack([values, result])
+    sums = []
+    for collective in ALL_REDUCE.values():
+        transport.settle()
+        buffer.local.copy_(values)
+        sums.append(transport.perform(collective, buffer).cpu().clone())
+    return torch.stack([values, *sums])
 
 
-@pytest.mark.parametrize("kind, name", [*(("threads", name) for name in ALL_REDUCE), ("pipes", "ring")])
-def test_same_bits_on_every_rank(kind: str, name: str) -> None:
-    results = on_all_ranks(kind, 4, reduce_random, name, 4099)
-    inputs = torch.stack([values for values, _ in results]).double()
-    sums = [total for _, total in results]
-    for total in sums[1:]:
-        assert torch.equal(total.view(torch.int32), sums[0].view(torch.int32))
+@every_transport_and_gpus
+def test_same_bits_on_every_rank(kind: str) -> None:
+    results = on_all_ranks(kind, 4, reduce_random, 4099)
+    inputs = torch.stack([values for values, *_ in results]).double()
     bound = inputs.abs().sum(0) * 4 * 2**-24
-    assert bool(((sums[0].double() - inputs.sum(0)).abs() <= bound).all())
+    for name, *sums in zip(ALL_REDUCE, *(of_rank[1:] for of_rank in results), strict=True):
+        for total in sums[1:]:
+            assert torch.equal(total.view(torch.int32), sums[0].view(torch.int32)), name
+        assert bool(((sums[0].double() - inputs.sum(0)).abs() <= bound).all()), name
 
 
 def reduce_scatter_leaves(transport: Transport, numel: int) -> tuple[list[list[int]], list[int]]:
@@ -188,7 +214,7 @@ def reduce_scatter_leaves(transport: Transport, numel: int) -> tuple[list[list[i
     return [part.tolist() for part in buffer.parts], wide.local[numel:].tolist()
 
 
-@every_transport
+@every_transport_and_gpus
 def test_reduce_scatter_changes_only_what_it_sums(kind: str) -> None:
     # One digit a rank, so a number shows whose contributions it holds. Chunk k ends on rank k; on the way it grows on
     # ranks k+1 (its first sender, where it stays as it was), k+2, k+3 and k.
@@ -208,13 +234,14 @@ def test_reduce_scatter_changes_only_what_it_sums(kind: str) -> None:
 
 
 def digits(rank: int, repetition: int, numel: int) -> Tensor:
-    return (torch.arange(numel) + repetition) % 1000 * 1000**rank
+    """Three decimal digits a rank: float64 holds sums of five ranks exactly."""
+    return ((torch.arange(numel) + repetition) % 1000 * 1000**rank).double()
 
 
 def hammer(transport: Transport, repetitions: int, numel: int, seed: int) -> list[str]:
     """Random collectives back to back on two buffers, refilled after `settle`, with sleeps at random ranks."""
     common, own = random.Random(seed), random.Random(seed * 100 + transport.rank)
-    buffers = [transport.share(numel, torch.int64) for _ in range(2)]
+    buffers = [transport.share(numel, torch.float64) for _ in range(2)]
     rank, world_size, faults = transport.rank, transport.world_size, []
     mine = slice(numel * rank // world_size, numel * (rank + 1) // world_size)
     for repetition in range(repetitions):
@@ -247,12 +274,12 @@ def hammer(transport: Transport, repetitions: int, numel: int, seed: int) -> lis
             expected = torch.stack(everyone[1:] if name == "push" else everyone).sum(0)
         elif name == "tree_reduce":
             continue  # half-way sums
-        if not torch.equal(result[where], expected):
+        if not torch.equal(result[where].cpu(), expected):
             faults.append(f"{name} in repetition {repetition}")
     return faults
 
 
-@every_transport
+@every_transport_and_gpus
 @pytest.mark.parametrize("world_size, numel", [(3, 24_000), (5, 1000)])
 def test_hundreds_in_a_row_with_slow_ranks(kind: str, world_size: int, numel: int) -> None:
     """Whoever is signalled too early, or twice for once, reads another repetition's numbers."""
@@ -286,7 +313,7 @@ def _write_without_waiting(transport: Transport, buffer: SharedBuffer) -> None:
         buffer.common.fill_(-1.0)
 
 
-@every_transport
+@every_transport_and_gpus
 def test_a_slow_reader_of_a_common_result_is_waited_for(kind: str) -> None:
     first, *others = on_all_ranks(kind, 3, read_a_common_result, True)
     assert first == [[6.0, 6.0], [60.0], [600.0]]
@@ -333,7 +360,7 @@ def narrowed(transport: Transport) -> tuple[list[list[float]], int, bool]:
     return found, sum(region.numel() for region in whole.scratch), whole.common[5].item() == 42.0
 
 
-@every_transport
+@every_transport_and_gpus
 def test_a_narrowed_buffer_uses_the_regions_of_the_whole(kind: str) -> None:
     sums = [[6.0]] * 3
     for found, scratch, is_one in on_all_ranks(kind, 3, narrowed):
@@ -448,7 +475,7 @@ def observed(transport: Transport, numel: int, dtype: torch.dtype) -> dict[str, 
     return seen
 
 
-@every_transport
+@every_transport_and_gpus
 @pytest.mark.parametrize("world_size, numel, dtype", [(4, 1003, torch.float32), (3, 2, torch.float64)])
 def test_observed_bytes_and_messages_are_the_formulas(
     kind: str, world_size: int, numel: int, dtype: torch.dtype
@@ -555,7 +582,7 @@ def ask_for(transport: Transport, requests: list[tuple[int, str]]) -> str:
     return "no error"
 
 
-@every_transport
+@every_transport_and_gpus
 def test_ranks_that_share_different_buffers_are_told_so(kind: str) -> None:
     errors = on_all_ranks(kind, 3, ask_for, [(5, "float32"), (5, "float32"), (6, "float64")])
     advice = "all ranks must call the same operations in the same order"
@@ -584,7 +611,7 @@ def write_in_common(transport: Transport, numel: int, dtype: torch.dtype) -> tup
     return before, after
 
 
-@every_transport
+@every_transport_and_gpus
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_all_ranks_write_and_read_one_buffer(kind: str, dtype: torch.dtype) -> None:
     for before, after in on_all_ranks(kind, 3, write_in_common, 7, dtype):
@@ -633,7 +660,7 @@ def update_then_acknowledge(transport: Transport, slow_rank: int) -> list[list[f
     return seen
 
 
-@every_transport
+@every_transport_and_gpus
 @pytest.mark.parametrize("slow_rank", [0, 2])
 def test_who_has_settled_sees_what_was_written_before_the_acknowledgement(kind: str, slow_rank: int) -> None:
     expected = [[111.0 * step] * 6 for step in (1, 2, 3)]
@@ -662,7 +689,7 @@ def test_agreement_of_any_text(kind: str) -> None:
     assert on_all_ranks(kind, 3, agree_again_and_again, texts, -1) == [(305, "")] * 3
 
 
-@every_transport
+@every_transport_and_gpus
 @pytest.mark.parametrize("odd_one", [3, 4])
 def test_the_one_agreement_that_differs(kind: str, odd_one: int) -> None:
     texts = [f"step {index}" for index in range(6)]

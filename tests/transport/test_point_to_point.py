@@ -15,11 +15,24 @@ from torch_parallel.launcher import WorkerFailure, launch
 from torch_parallel.transport.base import Transfer, Transport, TransportError
 from torch_parallel.transport.local import LocalGroup
 
-every_transport = pytest.mark.parametrize("kind", ["threads", "sequence numbers", "pipes"])
+TRANSPORTS = ("threads", "sequence numbers", "pipes")
+GPU_MARKS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU")]
+
+every_transport = pytest.mark.parametrize("kind", TRANSPORTS)
+every_transport_and_gpus = pytest.mark.parametrize("kind", [*TRANSPORTS, pytest.param("gpu plain", marks=GPU_MARKS)])
 
 
 def on_all_ranks(kind: str, world_size: int, function: Callable[[Transport], Any], deadline_s: float = 20.0) -> list:
     """The results of `function(transport)`, by rank."""
+    if kind == "gpu plain":  # by the kernel an operation ends with its readers, so `settle` leaves nothing
+        return launch(
+            lambda communicator: function(communicator.transport),
+            world_size,
+            threads=1,
+            deadline_s=60,
+            device="cuda",
+            performer="plain",
+        )
     if kind != "threads":
         pipes = kind == "pipes"
         return launch(
@@ -50,7 +63,7 @@ def on_all_ranks(kind: str, world_size: int, function: Callable[[Transport], Any
     return [results[rank] for rank in range(world_size)]
 
 
-@every_transport
+@every_transport_and_gpus
 def test_a_look_takes_nothing_and_does_not_wait(kind: str) -> None:
     def look(transport: Transport) -> list[bool]:
         seen = []
@@ -73,7 +86,7 @@ def test_a_look_takes_nothing_and_does_not_wait(kind: str) -> None:
     assert on_all_ranks(kind, 2, look)[0] == [False, True, True, False]
 
 
-@every_transport
+@every_transport_and_gpus
 def test_whoever_comes_is_served_and_the_others_are_not_waited_for(kind: str) -> None:
     def serve(transport: Transport) -> Any:
         if transport.rank == 0:
@@ -91,7 +104,7 @@ def test_whoever_comes_is_served_and_the_others_are_not_waited_for(kind: str) ->
     assert on_all_ranks(kind, 4, serve)[0] == ([2, 3], [1], 0.0)
 
 
-@every_transport
+@every_transport_and_gpus
 def test_all_who_have_come_are_returned_in_rank_order(kind: str) -> None:
     def serve(transport: Transport) -> Any:
         if transport.rank == 0:
@@ -105,7 +118,7 @@ def test_all_who_have_come_are_returned_in_rank_order(kind: str) -> None:
     assert on_all_ranks(kind, 4, serve)[0] == ([1, 3], [2])
 
 
-@every_transport
+@every_transport_and_gpus
 def test_reading_and_writing_the_part_of_one_peer(kind: str) -> None:
     def exchange(transport: Transport) -> Any:
         buffer = transport.share(3, torch.float64)
@@ -146,7 +159,7 @@ def test_where_nobody_comes_all_are_named(kind: str) -> None:
     assert "rank 0, a push of any worker: no signal from any of ranks 1, 2 for 0.3 s" in str(raised.value)
 
 
-@every_transport
+@every_transport_and_gpus
 def test_memory_of_one_rank_that_all_reach(kind: str) -> None:
     def write(transport: Transport) -> Any:
         before, alone, after = (transport.share(5, torch.int64, owner) for owner in (None, 1, None))
@@ -159,7 +172,7 @@ def test_memory_of_one_rank_that_all_reach(kind: str) -> None:
     assert on_all_ranks(kind, 3, write) == [([0, 5, 0], [0, 1, 2, 3, 4], True)] * 3
 
 
-@every_transport
+@every_transport_and_gpus
 def test_the_newest_messages_may_be_left_unread(kind: str) -> None:
     """Rank 1 reads the second message only after rank 0 has settled all but that one."""
 

@@ -4,6 +4,7 @@ Both sides run in the same processes, in turns, with the same threads and the sa
 slowest rank, and medians over the repeats are compared.
 
     python -m torch_parallel bench all_reduce --n_gpus 2       every all-reduce algorithm beside gloo's, and MPI's
+    python -m torch_parallel bench all_reduce --device cuda    the same on GPUs, beside NCCL's
     python -m torch_parallel bench collectives --n_gpus 2 4    all collectives, for several numbers of processes
     python -m torch_parallel bench fit FOLDER                  latency and bandwidths of what such a bench measured
     python -m torch_parallel bench epoch --n_gpus 2            an epoch of training beside DistributedDataParallel's
@@ -18,7 +19,7 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 
-from torch_parallel.bench.collectives import bench_collectives
+from torch_parallel.bench.compare import bench_collectives
 from torch_parallel.bench.epoch import bench_epoch
 from torch_parallel.bench.fit import bench_fit
 from torch_parallel.bench.operations import ALGORITHMS

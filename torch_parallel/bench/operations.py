@@ -37,16 +37,16 @@ def bus_factor(operation: str, n: int) -> float:
     return 1.0 if operation in ("reduce", "broadcast", "barrier") else (n - 1) / n
 
 
-def base(n: int, width: int) -> Tensor:
+def base(n: int, width: int, device: torch.device | str = "cpu") -> Tensor:
     """[n, width] whole numbers below 1000."""
-    return torch.arange(n * width, dtype=torch.float32).remainder_(997).view(n, width)
+    return torch.arange(n * width, dtype=torch.float32, device=device).remainder_(997).view(n, width)
 
 
 def expected(operation: str, base: Tensor, rank: int) -> tuple[slice, Tensor] | None:
     """Which rows of this rank's result are promised, and what they hold; None where nothing is."""
     n = len(base)
     own, everything = slice(rank, rank + 1), slice(0, n)
-    ranks = torch.arange(n, dtype=torch.float32).view(n, 1)
+    ranks = torch.arange(n, dtype=torch.float32, device=base.device).view(n, 1)
     total = n * (n - 1) / 2
     match operation:
         case "all_reduce":
@@ -68,7 +68,7 @@ def expected(operation: str, base: Tensor, rank: int) -> tuple[slice, Tensor] | 
     return None
 
 
-def by_gloo(operation: str, mine: Tensor, out: Tensor, rank: int) -> Tensor:
+def by_torch(operation: str, mine: Tensor, out: Tensor, rank: int) -> Tensor:
     """Performs it with torch.distributed, in `mine` or from there into `out`; returns where the result lies."""
     match operation:
         case "all_reduce":

@@ -27,9 +27,9 @@ Share = Callable[[int, torch.dtype], SharedBuffer]
 class Bucket:
     """Some parameters of one dtype and device, and the flat buffer of their gradients.
 
-    `shared` holds [numel + len(parameters)] elements in host memory: gradients, then use marks. On the CPU the `.grad`s
-    are views of it. On a GPU they are views of `flat`, a buffer of the same shape on the device, and `publish` and
-    `collect` copy between the two.
+    `shared` holds [numel + len(parameters)] elements that peers reach: gradients, then use marks. The `.grad`s are
+    views of it. Only where GPUs exchange through the host's memory it lies there (`staged`); then the `.grad`s are
+    views of `flat`, a buffer of the same shape on the GPU, and `publish` and `collect` copy between the two.
 
     The exchange puts the sums into `result`: `shared` again, where it works in place, or memory of the same shape. Then
     the `.grad`s are views of that, until the next step begins.
@@ -42,8 +42,8 @@ class Bucket:
         first = parameters[0][1]
         self.shared = share(self.numel + len(parameters), first.dtype)
         self.result = self.shared.local
-        self.on_host = first.device.type == "cpu"
-        self.flat = self.shared.local if self.on_host else torch.zeros_like(self.shared.local, device=first.device)
+        self.staged = self.shared.local.device != first.device
+        self.flat = torch.zeros_like(self.shared.local, device=first.device) if self.staged else self.shared.local
         self._cut: dict[int, list[Tensor]] = {}  # the views of each memory that was used, by its address
         self._hold(self.flat)
         self._used: set[int] = set()
@@ -65,7 +65,7 @@ class Bucket:
     def move_to(self, shared: SharedBuffer) -> None:
         """From the next `zero()` on the gradients lie there: a buffer like the first, which peers may go on reading."""
         self.shared, self.result = shared, shared.local
-        if self.on_host:
+        if not self.staged:
             self.flat = shared.local
 
     def zero(self) -> None:
@@ -84,9 +84,12 @@ class Bucket:
     def publish(self) -> None:
         """The gradients of this rank are complete: marks what it used and lets peers see it."""
         self.complete()
-        marks = [float(position in self._used) for position in range(len(self.parameters))]
-        self.flat[self.numel :] = torch.tensor(marks, dtype=self.flat.dtype)
-        if self.flat is not self.shared.local:
+        if self._used_all:
+            self.flat[self.numel :] = 1.0  # a GPU fills it by itself; anything else it has to be sent
+        else:
+            marks = [float(position in self._used) for position in range(len(self.parameters))]
+            self.flat[self.numel :] = torch.tensor(marks, dtype=self.flat.dtype)
+        if self.staged:
             self.shared.local.copy_(self.flat)
 
     def collect(self, copy: bool = False) -> None:
@@ -94,13 +97,18 @@ class Bucket:
 
         With `copy` they are this rank's own, to be changed as it likes: a common result is not to be written.
         """
-        in_place = self.on_host and not copy
+        in_place = not self.staged and not copy
         if not in_place and self.flat is not self.result:
             self.flat.copy_(self.result)
         self._hold(self.result if in_place else self.flat)
-        marks = self.result[self.numel :].tolist()
+        # What this rank used counts, whatever the others did: then nobody has to wait for a GPU to say so.
+        marks = [1.0] * len(self.parameters) if self._used_all else self.result[self.numel :].tolist()
         for (_, parameter), view, mark in zip(self.parameters, self.views, marks, strict=True):
             parameter.grad = view if mark else None
+
+    @property
+    def _used_all(self) -> bool:
+        return len(self._used) == len(self.parameters)
 
     def _accumulated(self, position: int, parameter: Tensor) -> None:
         """What autograd made anew, in a step's first micro-batch and where somebody cleared .grad, goes to the view."""

@@ -65,6 +65,8 @@ class Strategy(ABC):
     """Whether the parameters of all ranks are one memory, where ranks have memory in common."""
     common_sums: ClassVar[bool] = False
     """Whether all ranks read the sums of the gradients in one memory, which nobody may write."""
+    through_host: ClassVar[bool] = False
+    """Whether it exchanges through the host's memory even where GPUs reach each other's: to look at who has come."""
     every_rank_computes: ClassVar[bool] = False
     """Whether a rank without samples takes part in forward and backward too, with an empty batch."""
 
@@ -93,7 +95,7 @@ class Strategy(ABC):
         self.loss_factor = 1.0
         """By what the loss is multiplied before backward, for a strategy that takes means where ours take sums."""
         self.communicator = communicator
-        self.transport = communicator.transport
+        self.transport = communicator.through_host if self.through_host else communicator.transport
         self.exchange_s = 0.0  # waiting included
         self.update_s = 0.0
         self.optimizers: list[Optimizer] = []

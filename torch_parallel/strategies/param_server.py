@@ -58,13 +58,13 @@ class ParamServer(FromScratch):
             self._adopt(bucket)
 
     def _offer(self, bucket: Bucket) -> None:
-        """Copies the parameters to the shared buffer. On the CPU they lie there."""
-        if not bucket.on_host:
+        """Copies the parameters to the shared buffer, where they do not lie there."""
+        if bucket.staged:
             _copy_all(self._shared_values(bucket), [parameter.detach() for _, parameter in bucket.parameters])
 
     def _adopt(self, bucket: Bucket) -> None:
         """The reverse of `_offer`."""
-        if not bucket.on_host:
+        if bucket.staged:
             _copy_all([parameter.detach() for _, parameter in bucket.parameters], self._shared_values(bucket))
 
     def _shared_values(self, bucket: Bucket) -> list[torch.Tensor]:
@@ -72,7 +72,7 @@ class ParamServer(FromScratch):
 
     def _share_parameters(self, bucket: Bucket) -> SharedBuffer:
         shared = self.transport.share(bucket.numel, bucket.flat.dtype)
-        if bucket.on_host:
+        if not bucket.staged:
             for (_, parameter), view in zip(bucket.parameters, views_of(shared.local, bucket.parameters), strict=True):
                 view.copy_(parameter.detach())
                 parameter.data = view

@@ -35,6 +35,7 @@ class ParamServerBounded(ParamServer):
     """The parameter server of bounded staleness: see the module's docstring. Needs at least two ranks."""
 
     options = ("staleness",)
+    through_host = True
     tally: Tally
 
     def __init__(self, *arguments: Any, staleness: int = 0, **options: Any) -> None:

@@ -31,6 +31,7 @@ made the parameters it works on. They stay until the next answer, so beside a pu
 class Serving(ParamServer):
     """What the servers that serve as pushes come have in common. See the module's docstring."""
 
+    through_host = True
     tally: Tally
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

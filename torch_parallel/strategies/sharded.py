@@ -14,9 +14,9 @@ so are the updates and the optimizer's state: the work is 1/P of what every rank
 et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020, shard the same way; there every
 rank has a copy of the parameters).
 
-Where links lie between the ranks nothing is in common: each rank has all parameters, and a third signal, an all-gather,
-brings those of the others' shards: reduce_scatter, update, all_gather. Which parameters were used, which is read in the
-peers' memory else, is then exchanged too.
+Where links lie between the ranks nothing is in common, and of GPUs each needs the parameters in its own memory. Then
+each rank has all parameters, and a third signal, an all-gather, brings those of the others' shards: reduce_scatter,
+update, all_gather. Over links, which parameters were used, which is read in the peers' memory else, is exchanged too.
 
 The first signal says that a rank has finished backward: nobody reads the old parameters any more, which may be written.
 The second is the acknowledgement of the first, given only after the update: the peers' gradients have been read, and
@@ -50,8 +50,9 @@ class ShardedParamServer(FromScratch):
     """See the module's docstring. All parameters of one type are one bucket, whatever `bucket_bytes` says.
 
     After set-up the model's parameters are views of memory that peers reach, so only `step` may change them; after a
-    step `.grad` means nothing. An optimizer is given pieces: flat, unless the whole parameter lies in the shard. On
-    GPUs the shards are updated on the host, and each rank copies the parameters from there.
+    step `.grad` means nothing. An optimizer is given pieces: flat, unless the whole parameter lies in the shard. Where
+    GPUs do not reach each other's memory the shards are updated on the host, and each rank copies the parameters from
+    there.
 
     Raises ValueError for an optimizer that is not one of ELEMENTWISE.
     """
@@ -114,7 +115,7 @@ class ShardedParamServer(FromScratch):
                 self.transport.perform(DIRECT_ALL_GATHER, copy, "parameters")
             self.transport.settle()
             for bucket, flat in zip(self.buckets, self.parameters, strict=True):
-                if bucket.flat is not bucket.shared.local:
+                if bucket.staged:
                     for (_, parameter), view in zip(bucket.parameters, views_of(flat, bucket.parameters), strict=True):
                         parameter.detach().copy_(view)
 
@@ -127,16 +128,17 @@ class ShardedParamServer(FromScratch):
         return norm_of([self._norms.local])
 
     def _share_parameters(self, bucket: Bucket) -> Tensor:
-        """All parameters of the bucket, [numel], in memory that peers reach; on the CPU they move there."""
-        if self.transport.one_memory:
+        """All parameters of the bucket, [numel], in memory that peers reach; those of the same device move there."""
+        in_common = self.transport.one_memory and self.transport.common_is_near
+        if in_common:
             flat = self.transport.share_common(bucket.numel, bucket.flat.dtype)
         else:
             self._copies.append(self.transport.share(bucket.numel, bucket.flat.dtype))
             flat = self._copies[-1].local
         for (_, parameter), view in zip(bucket.parameters, views_of(flat, bucket.parameters), strict=True):
-            if self.transport.rank == 0 or not self.transport.one_memory:
+            if self.transport.rank == 0 or not in_common:
                 view.copy_(parameter.detach())
-            if bucket.flat is bucket.shared.local:
+            if not bucket.staged:
                 parameter.data = view
         self.transport.agree("use the parameters there")  # rank 0 has written those that are in common
         return flat

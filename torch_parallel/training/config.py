@@ -15,6 +15,7 @@ from torch_parallel.training import emulation
 from torch_parallel.training.aggregate import AGGREGATES
 from torch_parallel.training.optimizers import DEFAULT_LR, OPTIMIZERS
 from torch_parallel.training.schedule import SCHEDULES
+from torch_parallel.transport.cuda_ipc import PERFORMERS
 from torch_parallel.workloads import DATASETS, MODELS
 
 NOT_FINITE = ("stop", "skip")
@@ -76,6 +77,11 @@ class RunConfig:
     test_size: int | None = flag(None, "test on a seeded random subset of this many samples (default: all)")
     seed: int = flag(0, "seed of initial weights, sample order, subset and dropout")
     device: str = flag("auto", "where workers train; auto takes the GPUs where there are any", DEVICES)
+    performer: str = flag(
+        "auto",
+        "what performs exchanges between GPUs: torch's operations, or a Triton kernel (auto, if installed)",
+        PERFORMERS,
+    )
     dtype: str = flag("float32", "type of parameters and gradients", DTYPES)
     lr_schedule: str = flag("constant", "how the learning rate falls after the warm-up", tuple(SCHEDULES))
     warmup_steps: int = flag(0, "steps over which the learning rate rises linearly")

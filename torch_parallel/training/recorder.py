@@ -19,7 +19,7 @@ class StepRecorder:
     def __init__(self, communicator: Communicator, strategy: Strategy) -> None:
         self._communicator = communicator
         self._strategy = strategy
-        self._transport = communicator.transport
+        self._transport = strategy.transport
         self._next = self._transport.observer
         self._transport.observer = self._transfer
         self._steps: list[StepTimes] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -60,6 +61,9 @@ def train(
     servers = STRATEGIES[config.strategy].server_count
     n, device, device_line = choose_processes(emulation.processes(config), config.device, servers)
     config = replace(config, n_gpus=n)
+    if config.performer == "triton" and (device != "cuda" or importlib.util.find_spec("triton") is None):
+        lacks = "triton is not installed" if device == "cuda" else "this run uses no GPU"
+        raise ConfigError(f"--performer triton: {lacks}; take --performer auto")
     if dataset is None:
         dataset, data_line = load_dataset(
             config.dataset, config.data_dir, config.train_size, config.seed, config.test_size
@@ -98,6 +102,7 @@ def train(
             threads=display.threads,
             deadline_s=config.deadline_s,
             device=device,
+            performer=config.performer,
             shared=shared,
             on_message=display.message,
             on_tick=display.tick,

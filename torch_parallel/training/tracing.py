@@ -18,7 +18,7 @@ class Tracer:
     def __init__(self, communicator: Communicator, strategy: Strategy) -> None:
         self.rank = communicator.rank
         self.events: list[Event] = []
-        communicator.transport.observer = self._transfer
+        strategy.transport.observer = self._transfer
         strategy.on_update = self._update
 
     @contextmanager

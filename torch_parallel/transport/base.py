@@ -20,6 +20,8 @@ The contract, which `tests/transport/test_conformance.py` holds against every tr
   for any of several peers, `read` copies or adds a peer's part, `put` writes over it, `tell` and `hear` are the signals
   around that. No rank but the two concerned takes part, and who may write a part when is the callers' affair.
 - Every wait ends at the deadline with an error that names rank, peer, purpose and round.
+- A transport of GPUs (`cuda_ipc.py`) only enqueues: "returns when" means that what the stream is given afterwards sees
+  it, and `synchronize` waits for it. All others do everything at once.
 - `waited_s[peer]` adds up the seconds that this rank waited for that peer.
 - An `observer`, if there is one, is called with a `Transfer` for each message received. Without one, nothing is paid.
 """
@@ -31,14 +33,12 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from torch_parallel.collectives.proof import examine
 from torch_parallel.collectives.schedule import Collective, Send
-from torch_parallel.transport.buffer import Memory, Plan, Pull, SharedBuffer, nothing
+from torch_parallel.transport.buffer import Memory, Plan, Pull, SharedBuffer, nothing, unfinished_reads
 from torch_parallel.transport.signals import READ, READY, Signals, WaitTimeout
 
 TEXT_LIMIT = 200
@@ -77,6 +77,8 @@ class Transport(ABC):
         """What they make of a push: the sender waits for it, so that who serves many waits for nobody's link."""
         self.one_memory = True
         """Whether what one rank writes into common memory is there for all at once; not where links lie between."""
+        self.common_is_near = True
+        """Whether that memory is as near as own memory; not where it lies on one rank's GPU."""
         self._signals = signals
         self._unsettled: list[tuple[int, str]] = []  # who still reads, and what
         self._unacknowledged: list[int] = []  # whose memory this rank has read, and has not said so
@@ -107,20 +109,24 @@ class Transport(ABC):
         the last process of the run has ended.
         """
         holders = range(self.world_size) if owner is None else range(owner, owner + 1)
-        held = self._allocate(len(holders), numel, dtype)
+        what = f"share {numel} elements of {dtype}" + ("" if owner is None else f" of rank {owner}")
+        held = self._allocate_together(len(holders), numel, dtype, what)
         parts = [held[holders.index(rank)] if rank in holders else held[0][:0] for rank in range(self.world_size)]
-        buffer = SharedBuffer(parts, self.rank)
-        self.agree(f"share {numel} elements of {dtype}" + ("" if owner is None else f" of rank {owner}"))
-        return buffer
+        return SharedBuffer(parts, self.rank)
 
     def share_common(self, numel: int, dtype: torch.dtype) -> Tensor:
         """One new zero-filled buffer [numel] that all ranks have in common: what one writes is there for all.
 
         All ranks call it, with the same arguments. Raises TransportError where they differ.
         """
-        (buffer,) = self._allocate(1, numel, dtype)
-        self.agree(f"share {numel} elements of {dtype} in common")
+        (buffer,) = self._allocate_together(1, numel, dtype, f"share {numel} elements of {dtype} in common")
         return buffer
+
+    def _allocate_together(self, count: int, numel: int, dtype: torch.dtype, what: str) -> list[Tensor]:
+        """As `_allocate`, once all ranks ask for the same; when it returns the memory is there on all of them."""
+        held = self._allocate(count, numel, dtype)
+        self.agree(what)
+        return held
 
     def agree(self, text: str) -> None:
         """A barrier that also compares what the ranks are about to do.
@@ -141,6 +147,10 @@ class Transport(ABC):
                     "all ranks must call the same operations in the same order"
                 )
 
+    def compare(self, text: str) -> None:
+        """As `agree`, before an operation on a buffer that was used before: what is only enqueued is not waited for."""
+        self.agree(text)
+
     def perform(
         self, collective: Collective, buffer: SharedBuffer, purpose: str = "", *, acknowledge: bool = True
     ) -> Tensor:
@@ -150,9 +160,7 @@ class Transport(ABC):
         ranks meet then. With `acknowledge=False` peers settle only when this rank calls `acknowledge`. Raises
         TransportError, and ValueError for a size that cannot be cut as the collective needs it.
         """
-        plan = buffer.plans.get(collective)
-        if plan is None:
-            plan = buffer.plans[collective] = self._bind(collective, buffer)
+        plan = self._plan(collective, buffer)
         post, wait, observer = self._signals.post, self._signals.wait, self.observer
         doing = purpose or collective.name
         round_index = 0
@@ -167,8 +175,10 @@ class Transport(ABC):
                     else:
                         wait_start_s = time.perf_counter()
                         wait(READY, source, doing, round_index)
+                        self.synchronize()
                         start_s = time.perf_counter()
                         operation(theirs)
+                        self.synchronize()
                         end_s = time.perf_counter()
                         times = (wait_start_s, start_s, end_s)
                         observer(Transfer(source, self.rank, theirs.nbytes, purpose, round_index, *times, reduce))
@@ -182,6 +192,9 @@ class Transport(ABC):
             self._unacknowledged += plan.acknowledge
         self._unsettled += [(reader, doing) for reader in plan.readers]
         return plan.result
+
+    def synchronize(self) -> None:  # noqa: B027  # most do everything at once
+        """Returns when what was called before is done, for transports that only enqueue it. Raises TransportError."""
 
     def acknowledge(self) -> None:
         """Tells the peers that this rank is done with their memory, and with what it does before they may go on."""
@@ -242,6 +255,8 @@ class Transport(ABC):
     def _receive(self, pull: Pull, purpose: str, wait_start_s: float) -> None:
         """One message outside of schedules, whose sender has signalled."""
         source, operation, theirs, reduce = pull
+        if self.observer is not None:
+            self.synchronize()
         start_s = time.perf_counter()
         try:
             operation(theirs)
@@ -249,6 +264,7 @@ class Transport(ABC):
             raise TransportError(f"rank {self.rank}, {purpose}: {timeout}") from None
         self.received_bytes[source] += theirs.nbytes
         if self.observer is not None:
+            self.synchronize()
             times = (wait_start_s, start_s, time.perf_counter())
             self.observer(Transfer(source, self.rank, theirs.nbytes, purpose, 0, *times, reduce))
 
@@ -262,11 +278,15 @@ class Transport(ABC):
         except WaitTimeout as timeout:
             raise TransportError(f"rank {self.rank}, {doing}: {timeout}") from None
 
+    def _plan(self, collective: Collective, buffer: SharedBuffer) -> Plan:
+        """Bound the first time, which allocates what the collective needs besides the buffer."""
+        if collective not in buffer.plans:
+            buffer.plans[collective] = self._bind(collective, buffer)
+        return buffer.plans[collective]
+
     def _bind(self, collective: Collective, buffer: SharedBuffer) -> Plan:
         if collective.common_result and not self.one_memory:
-            raise ValueError(
-                f"{collective.name} needs memory that all ranks have in common, and links lie between them"
-            )
+            raise ValueError(f"{collective.name} needs memory in common, and links lie between the ranks")
         memory = Memory(collective, buffer, self.world_size, self.share_common)
         rounds: list[tuple[list[int], list[Pull]]] = []
         received: Counter[int] = Counter()
@@ -277,17 +297,12 @@ class Transport(ABC):
             for source, _, theirs, _ in pulls:
                 received[source] += theirs.nbytes
         # Only reads that the schedule's own messages do not prove finished need a signal of their own.
-        unfinished = _unfinished_reads(collective, self.world_size)
+        unfinished = unfinished_reads(collective, self.world_size)
         return Plan(
             rounds,
             acknowledge=[source for reader, source in unfinished if reader == self.rank],
             readers=[reader for reader, source in unfinished if source == self.rank],
             received=list(received.items()),
+            regions=memory.regions,
             result=memory.result,
         )
-
-
-@cache
-def _unfinished_reads(collective: Collective, world_size: int) -> list[tuple[int, int]]:
-    """(reader, source) pairs; worked out once a schedule, however many buffers it is performed on."""
-    return sorted(examine(collective, world_size).unfinished_reads)

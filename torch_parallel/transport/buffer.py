@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_parallel.collectives.proof import examine
 from torch_parallel.collectives.schedule import Collective, Local, Receive, Round, chunk_bounds
 
 # One receive, ready to perform: the source, what is done with the peer's chunk, that chunk, and whether it is added.
@@ -28,7 +29,9 @@ class Plan:
     acknowledge: list[int]  # whom to tell that I have read the last of theirs
     readers: list[int]  # who will tell me so
     received: list[tuple[int, int]]  # bytes read from each peer, once per performance
-    result: Tensor
+    regions: list[Tensor]  # of this rank, each [numel]; the first is its buffer
+    result: Tensor  # one of them
+    table: Any = None  # the same for the GPU's kernel, where that performs it
 
 
 @dataclass
@@ -152,3 +155,12 @@ def nothing(theirs: Tensor) -> None:
 def _in_turn(steps: list[tuple[Callable[[Tensor], Any], Tensor | None]], theirs: Tensor) -> None:
     for operation, own in steps:
         operation(theirs if own is None else own)
+
+
+@cache
+def unfinished_reads(collective: Collective, world_size: int) -> list[tuple[int, int]]:
+    """(reader, source) pairs: who must say that it has read, since no message of the schedule proves it.
+
+    Worked out once a schedule, however many buffers it is performed on.
+    """
+    return sorted(examine(collective, world_size).unfinished_reads)

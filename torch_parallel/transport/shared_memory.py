@@ -80,7 +80,7 @@ class SharedMemoryTransport(Transport):
             lock = FileLock(wiring.arena.fd, deadline_s)
             links = EmulatedLinks(wiring.links, rank, wiring.table(3), lock, deadline_s)
             self.over_link, self.send_over_link = links.slowed, links.send
-            self.one_memory = links.within_one_node
+            self.one_memory = self.common_is_near = links.within_one_node
 
     def _allocate(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """Each buffer begins on a page of its own; all of them are one mapping."""

@@ -1,0 +1,152 @@
+"""Timings of collective operations on GPUs, by us and NCCL.
+
+Times are the GPU's own, from events around a call with an idle stream before it (so the host's part of a single call
+counts), and around many calls back to back. Ours include the acknowledgement of the last reads. Grids of the kernel are
+chosen by `--settings all` in one run, and reported from another.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_parallel.bench.collectives import Job, Timing, Ways, alternate
+from torch_parallel.bench.operations import ALGORITHMS, base, bus_factor, by_torch
+from torch_parallel.collectives import Collective
+from torch_parallel.communicator import Communicator
+from torch_parallel.launcher import launch
+from torch_parallel.transport.cuda_ipc import CudaIpcTransport
+
+PEER = "nccl"
+SIZES_BYTES = tuple(size << 10 for size in (4, 16, 64, 256)) + tuple(
+    size << 20 for size in (1, 4, 16, 25, 64, 100, 256, 1024)
+)
+FEWEST_REPEATS, MOST_REPEATS = 9, 30
+BLOCKS, CALLS_PER_BLOCK = 5, 20
+"""Calls back to back; in place values grow by the number of ranks at each, which float32 bears 20 times."""
+CANDIDATES = [
+    {"programs": programs, "block_bytes": block_kib << 10, "warps": warps}
+    for programs in (16, 32, 64, 132, 256)
+    for block_kib, warps in ((8, 16), (16, 16), (32, 16))
+]
+
+
+@dataclass
+class GpuTiming(Timing):
+    """And seconds of one call among many back to back, by block."""
+
+    back_to_back_s: list[float] = field(default_factory=list)
+
+    def row(self, n: int, peer: Timing) -> dict[str, Any]:
+        assert isinstance(peer, GpuTiming)
+        again_s, peers_s = statistics.median(self.back_to_back_s), statistics.median(peer.back_to_back_s)
+        return {
+            **super().row(n, peer),
+            "back_to_back_us": round(again_s * 1e6, 2),
+            "back_to_back_busbw": round(self.size_bytes / again_s / 1e9 * bus_factor(self.operation, n), 4),
+            "back_to_back_times_faster": round(peers_s / again_s, 3),
+        }
+
+
+def library() -> dict[str, str]:
+    """What NCCL it is, and a setting of it that changes its speed."""
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    return {"NCCL": version, "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE", "not set")}
+
+
+def measure(n: int, jobs: list[Job], all_settings: bool) -> list[list[GpuTiming]]:
+    """For each job its ways, NCCL first."""
+    with tempfile.TemporaryDirectory() as temporary:
+        arguments = (jobs, all_settings, f"{temporary}/store")
+        timings: list[list[GpuTiming]] = launch(time_jobs, n, *arguments, device="cuda", deadline_s=120)[0]
+        return timings
+
+
+def time_jobs(communicator: Communicator, jobs: list[Job], all_settings: bool, store: str) -> list[list[GpuTiming]]:
+    """The worker function: for each job the timings of NCCL and of all our algorithms."""
+    rank, n, device = communicator.rank, communicator.world_size, communicator.device
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=n, device_id=device)
+    timings = [_time_job(communicator, operation, size, all_settings) for operation, size, _ in jobs]
+    communicator.barrier()
+    dist.destroy_process_group()
+    return timings
+
+
+def _time_job(communicator: Communicator, operation: str, size_bytes: int, all_settings: bool) -> list[GpuTiming]:
+    n, rank = communicator.world_size, communicator.rank
+    start = base(n, size_bytes // 4 // n, communicator.device)
+    tensor, out = torch.empty_like(start), torch.empty_like(start)
+    ways: Ways = {PEER: (tensor, partial(by_torch, operation, tensor, out, rank))}
+    ways |= _ours(communicator, operation, start, all_settings)
+    if operation == "all_reduce":
+        ways["ring, ordinary tensor"] = (tensor, partial(communicator.all_reduce, tensor, "ring"))
+    clock = partial(timed, communicator)
+    repeats = MOST_REPEATS if size_bytes <= 64 << 20 else FEWEST_REPEATS
+    seconds, wrong = alternate(communicator, ways, start, out, operation, repeats, clock)
+    blocks = _back_to_back(communicator, ways, start)
+    slowest, slowest_blocks = (communicator.all_ranks(each).amax(0).tolist() for each in (seconds, blocks))
+    worst = communicator.all_ranks(wrong).amax(0)
+    return [
+        GpuTiming(operation, way, size_bytes, slowest[index], int(worst[index]), slowest_blocks[index])
+        for index, way in enumerate(ways)
+    ]
+
+
+def _ours(communicator: Communicator, operation: str, start: Tensor, all_settings: bool) -> Ways:
+    """Each algorithm the plain way and by the kernel, and the kernel with each of its grids, if that is asked for."""
+    transport = communicator.transport
+    assert isinstance(transport, CudaIpcTransport), "these GPUs do not reach each other's memory"
+    buffer = communicator.share(start.numel())
+    own, triton = buffer.local.view_as(start), transport.triton
+
+    def pre_shared(collective: Collective, performer: str, settings: Any) -> Tensor:
+        transport.performer = performer
+        if triton is not None and settings is not None:
+            triton.settings = settings
+        result = transport.perform(collective, buffer)
+        transport.settle()
+        return result
+
+    ways: Ways = {}
+    for name, algorithm in ALGORITHMS[operation].items():
+        ways[f"{name}, plain"] = (own, partial(pre_shared, algorithm, "plain", None))
+        if triton is not None and triton.can_perform(algorithm, buffer):
+            best = type(triton).settings
+            ways[f"{name}, triton"] = (own, partial(pre_shared, algorithm, "triton", best))
+            for each in CANDIDATES if all_settings else ():
+                label = f"{name}, {each['programs']}x{each['block_bytes'] >> 10}k/{each['warps']}"
+                ways[label] = (own, partial(pre_shared, algorithm, "triton", replace(best, **each)))
+    return ways
+
+
+def timed(communicator: Communicator, perform: Callable[[], Tensor], calls: int = 1) -> tuple[Tensor, float]:
+    """The result of the last call, and the seconds of one of them."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(calls):
+        result = perform()
+    end.record()
+    communicator.transport.synchronize()
+    return result, float(start.elapsed_time(end)) / 1e3 / calls
+
+
+def _back_to_back(communicator: Communicator, ways: Ways, start: Tensor) -> Tensor:
+    """Seconds of one call, [ways, BLOCKS]."""
+    seconds = torch.zeros(len(ways), BLOCKS, dtype=torch.float64)
+    order = list(enumerate(ways.values()))
+    for block in range(BLOCKS):
+        for index, (filled, perform) in order if block % 2 else reversed(order):
+            torch.add(start, communicator.rank, out=filled)
+            communicator.barrier()
+            _, seconds[index, block] = timed(communicator, perform, CALLS_PER_BLOCK)
+            communicator.barrier()
+    return seconds

@@ -1,0 +1,262 @@
+"""Processes with a GPU each: buffers lie in GPU memory that all of them map, so a receive reads the peer's over NVLink.
+
+Everything is enqueued on the current stream, in the order of the calls, and runs without the host: `perform` and
+`settle` return at once, and what the same stream is given afterwards sees their effect. `synchronize` and `agree` wait
+for it. So an error of a wait is raised by a later call than the one that enqueued it; it names the earlier one.
+
+A schedule is performed in one of two ways, with the same result:
+- plain: each round is a write of a flag, a wait for a flag, and torch's `add_` or `copy_` on the peer's memory, as
+  `base.py` reads (`stream_signals.py`);
+- Triton: one kernel performs the whole schedule (`kernel.py`), faster above all for small buffers. It ends with the
+  peers' reading, so `settle` has nothing left to wait for; and `told` does not see it.
+
+All ranks must choose alike, so what decides is the same on all: what is asked for, the buffer, and the schedule.
+
+Control, texts to agree on and handles of memory, goes through the transport of the host.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from torch_parallel.collectives.schedule import Collective
+from torch_parallel.transport.base import Transport, TransportError
+from torch_parallel.transport.buffer import SharedBuffer
+from torch_parallel.transport.cuda_driver import DriverError, streams_can_wait
+from torch_parallel.transport.signals import READY
+from torch_parallel.transport.stream_signals import StreamSignals, Watchdog, flag_words
+
+if TYPE_CHECKING:
+    from torch_parallel.transport.triton_performer import TritonPerformer
+
+Handle = tuple[Any, dict[str, Any]]  # a function that rebuilds a tensor, and its arguments
+
+PERFORMERS = ("auto", "plain", "triton")
+"""Who performs schedules on GPUs; auto is triton where it is installed."""
+
+KERNEL_UP_TO_BYTES = 128 << 20
+"""With auto, larger buffers are performed the plain way: torch's copies are the faster ones then."""
+
+SLAB_BYTES = 32 << 20
+"""Memory is shared in pieces of at least this size, since each costs every peer a mapping."""
+ALIGNMENT = 512
+NOTICE_BYTES = 4096
+
+
+def connect_gpus(host: Transport, device: torch.device, deadline_s: float, performer: str) -> tuple[Transport, str]:
+    """The transport between the ranks' GPUs; or the host's, and why these GPUs cannot reach each other's memory.
+
+    `device` is this rank's and the current one. All ranks get the same kind. `deadline_s` bounds every wait. Raises
+    TransportError where `performer` is triton and there is none, or the first signals do not arrive.
+    """
+    board = Noticeboard(host)
+    obstacles = board.exchange(_obstacle(device, board.exchange(device.index)))
+    arena = CudaArena(board, host.rank, device)
+    if not any(obstacles):
+        try:
+            arena.allocate(host.world_size, 1, torch.int32)
+            obstacles = board.exchange("")
+        except RuntimeError as error:  # a container may forbid it
+            obstacles = board.exchange(f"GPU memory of another process cannot be mapped: {_first_line(error)}")
+    found = [f"{obstacle} (rank {rank})" for rank, obstacle in enumerate(obstacles) if obstacle]
+    if found:
+        return host, found[0]
+    transport = CudaIpcTransport(host, arena, device, deadline_s, performer)
+    transport.meet()
+    return transport, ""
+
+
+def _obstacle(device: torch.device, indices: list[int]) -> str:
+    """Why this rank cannot take part; an empty text where it can."""
+    try:
+        torch.cuda.init()
+        if not streams_can_wait(device.index):
+            return f"streams of {torch.cuda.get_device_name(device)} cannot wait for memory"
+    except DriverError as error:
+        return str(error)
+    for index in indices:
+        if index != device.index and not torch.cuda.can_device_access_peer(device, index):
+            return f"GPU {device.index} cannot reach the memory of GPU {index}"
+    return ""
+
+
+class Noticeboard:
+    """Small objects from each rank to all, through the host's memory."""
+
+    def __init__(self, host: Transport) -> None:
+        self._host = host
+        self._buffer = host.share(NOTICE_BYTES, torch.uint8)
+
+    def exchange(self, thing: Any) -> list[Any]:
+        """Everybody's picklable `thing`, by rank. All ranks call it."""
+        data = pickle.dumps(thing)
+        self._buffer.local[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._host.agree("read notices")
+        everyones = [pickle.loads(part.numpy().tobytes()) for part in self._buffer.parts]
+        self._host.agree("have read notices")
+        return everyones
+
+
+class CudaArena:
+    """GPU memory of every rank, mapped by all ranks and never given back: a peer may read it as long as it lives."""
+
+    def __init__(self, board: Noticeboard, rank: int, device: torch.device) -> None:
+        self._board = board
+        self._rank = rank
+        self._device = device
+        self._slabs: dict[int, list[list[Tensor]]] = {}  # for each count: of that many ranks, the newest last
+        self._next_byte: dict[int, int] = {}  # in the newest
+
+    def allocate(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """[numel] of each of the first `count` ranks, zero-filled, as this GPU reaches it.
+
+        All ranks call it, with the same arguments.
+        """
+        nbytes, start = numel * dtype.itemsize, self._next_byte.get(count, 0)
+        slabs = self._slabs.setdefault(count, [])
+        if not slabs or start + nbytes > slabs[-1][0].numel():
+            slabs.append(self._new_slabs(count, max(SLAB_BYTES, nbytes)))
+            start = 0
+        self._next_byte[count] = start + -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return [slab[start : start + nbytes].view(dtype) for slab in slabs[-1]]
+
+    def _new_slabs(self, count: int, nbytes: int) -> list[Tensor]:
+        mine = torch.zeros(nbytes if self._rank < count else 0, dtype=torch.uint8, device=self._device)
+        torch.cuda.current_stream(self._device).synchronize()  # peers do not see a zero that is still being written
+        everyones = self._board.exchange(_handle(mine) if self._rank < count else "")[:count]
+        return [mine if rank == self._rank else self._open(handle) for rank, handle in enumerate(everyones)]
+
+    def _open(self, handle: Handle | str) -> Tensor:
+        """A peer's tensor, as memory that *this* GPU reaches. With the peer's own number kernels here fault on it."""
+        if isinstance(handle, str):
+            raise RuntimeError(handle)
+        rebuild, arguments = handle
+        tensor: Tensor = rebuild(**{**arguments, "storage_device": self._device.index})
+        return tensor
+
+
+def _handle(tensor: Tensor) -> Handle | str:
+    """By what another process rebuilds the tensor, its arguments by name; or why there is no such thing."""
+    try:
+        rebuild, arguments = reduce_tensor(tensor)
+    except RuntimeError as error:
+        return _first_line(error)
+    named = dict(zip(inspect.signature(rebuild).parameters, arguments, strict=False))
+    if "storage_device" not in named:
+        return f"torch {torch.__version__} shares CUDA tensors in a way that is not known here"
+    return rebuild, named
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n")[0]
+
+
+class CudaIpcTransport(Transport):
+    """The transport of one rank's GPU. Make it with `connect_gpus`.
+
+    Memory that all ranks have in common lies on rank 0's GPU. Performed the plain way, whatever `performer` says:
+    what is acknowledged later, what an observer looks at, and what the kernel cannot do (`TritonPerformer`).
+    """
+
+    def __init__(
+        self, host: Transport, arena: CudaArena, device: torch.device, deadline_s: float, performer: str = "auto"
+    ) -> None:
+        flags = host.share(flag_words(host.world_size), torch.int32).parts
+        self._stream_signals = StreamSignals(host.rank, flags, device, deadline_s)
+        super().__init__(host.rank, host.world_size, self._stream_signals)
+        self.common_is_near = host.world_size == 1
+        self.device = device
+        self._host = host
+        self._arena = arena
+        self.triton = None if performer == "plain" else self._make_triton(deadline_s, required=performer == "triton")
+        self.performer = performer
+        """One of PERFORMERS; may be changed between calls, on all ranks."""
+        self._watchdog = Watchdog(self._stream_signals)
+
+    def _make_triton(self, deadline_s: float, required: bool) -> TritonPerformer | None:
+        if importlib.util.find_spec("triton") is None:
+            if required:
+                raise TransportError(
+                    "--performer triton: triton is not installed; install it, or take --performer plain"
+                )
+            return None
+        from torch_parallel.transport.triton_performer import FLAGS_PER_PEER, TritonPerformer
+
+        flags = self._arena.allocate(self.world_size, self.world_size * FLAGS_PER_PEER, torch.int32)
+        return TritonPerformer(self.rank, flags, self._stream_signals.note_address, deadline_s)
+
+    def meet(self) -> None:
+        """Exchanges a first signal with every peer, which shows that flags written there arrive here."""
+        peers = [peer for peer in range(self.world_size) if peer != self.rank]
+        for peer in peers:
+            self._signals.post(READY, peer)
+        for peer in peers:
+            self._signals.wait(READY, peer, "the first signal between GPUs", 0)
+        self.synchronize()
+
+    def perform(
+        self, collective: Collective, buffer: SharedBuffer, purpose: str = "", *, acknowledge: bool = True
+    ) -> Tensor:
+        self._raise_failure()
+        if self.triton is None or not acknowledge or not self._takes_the_kernel(self.triton, collective, buffer):
+            return super().perform(collective, buffer, purpose, acknowledge=acknowledge)
+        plan = self._plan(collective, buffer)
+        self.triton.perform(collective, buffer, plan, purpose or collective.name)
+        for source, nbytes in plan.received:
+            self.received_bytes[source] += nbytes
+        return plan.result
+
+    def _takes_the_kernel(self, triton: TritonPerformer, collective: Collective, buffer: SharedBuffer) -> bool:
+        if self.performer == "plain" or self.observer is not None or not triton.can_perform(collective, buffer):
+            return False
+        return self.performer == "triton" or buffer.local.nbytes <= KERNEL_UP_TO_BYTES
+
+    def settle(self, leave: int = 0) -> None:
+        self._raise_failure()
+        super().settle(leave)
+
+    def synchronize(self) -> None:
+        """Returns when the current stream has done all that it was given. Raises TransportError."""
+        torch.cuda.current_stream(self.device).synchronize()
+        self._raise_failure()
+
+    def agree(self, text: str) -> None:
+        self.settle()
+        self.synchronize()
+        self._host.agree(text)
+
+    def compare(self, text: str) -> None:
+        self.settle()
+        self._host.agree(text)
+
+    def _raise_failure(self) -> None:
+        failure = self._watchdog.failure
+        if failure is None:
+            kernels_note, peers_note = self._stream_signals.notes[self.rank].tolist()
+            if kernels_note and self.triton is not None:
+                failure = self.triton.explain(kernels_note)
+            elif peers_note:
+                failure = f"exchanging with rank {peers_note - 1}: it gave up waiting for another rank"
+        if failure is not None:
+            self._watchdog.failure = failure  # the first one stays
+            raise TransportError(f"rank {self.rank}, {failure}")
+
+    def _allocate_together(self, count: int, numel: int, dtype: torch.dtype, what: str) -> list[Tensor]:
+        self.agree(what)  # before memory is exchanged, not only after
+        return super()._allocate_together(count, numel, dtype, what)
+
+    def _allocate(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        return self._arena.allocate(count, numel, dtype)
+
+    def _describe(self, text: str) -> None:
+        self._host._describe(text)
+
+    def _description(self, peer: int) -> str:
+        return self._host._description(peer)
