@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import socket
 import subprocess
 import sys
@@ -53,11 +54,36 @@ def deviation(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> float
     )
 
 
-@pytest.mark.parametrize("script", ["ring_all_reduce_builtin.py", "param_server_builtin.py"])
+both_controls = pytest.mark.parametrize("script", ["ring_all_reduce_builtin.py", "param_server_builtin.py"])
+
+
+@both_controls
 def test_a_control_ends_with_the_weights_of_one_process(
     script: str, tmp_path: Path, one_process: dict[str, Tensor]
 ) -> None:
     assert deviation(trained(script, tmp_path), one_process) <= 1e-12
+
+
+@both_controls
+@pytest.mark.parametrize(("optimizer", "dtype", "tolerance"), [("adamw", "float64", 1e-10), ("sgd", "float32", 1e-5)])
+def test_with_another_optimizer_and_in_float32_too(
+    script: str, optimizer: str, dtype: str, tolerance: float, tmp_path: Path
+) -> None:
+    """After 11 steps. Adam divides by roots of squares near 0, which magnifies rounding."""
+    options = {"optimizer": optimizer, "dtype": dtype, "epochs": 1}
+    theirs = trained(script, tmp_path / "theirs", *(f"--{name}={value}" for name, value in options.items()))
+    assert deviation(theirs, ours("ring_all_reduce", 1, tmp_path / "ours", **options)) <= tolerance
+
+
+def test_ddp_says_its_settings_and_times_its_exchange(tmp_path: Path) -> None:
+    done = control("ring_all_reduce_builtin.py", tmp_path, "--n_gpus", "2")
+    assert "'gradient_as_bucket_view': True, 'static_graph': True" in done.stdout
+    assert "_buffers': False" in done.stdout
+    (run,) = tmp_path.iterdir()
+    rows = list(csv.DictReader((run / "runs.csv").read_text().splitlines()))
+    for row in rows:  # 11 steps, of which the tenth is timed
+        assert 0 < float(row["exchange_s"]) < float(row["train_s"])
+        assert json.loads(row["options"])["timed_every"] == 10
 
 
 @pytest.mark.parametrize("strategy", ["two_shot_in_place", "param_server", "sharded_param_server", *BUILTIN])

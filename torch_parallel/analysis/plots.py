@@ -19,6 +19,7 @@ from matplotlib.patches import Patch
 from torch_parallel.analysis.figure import Figure, style
 from torch_parallel.analysis.runs import (
     PARTS,
+    ExperimentMissing,
     Run,
     by_label,
     by_setting,
@@ -127,8 +128,11 @@ def scaling_with_data(folder: str | Path) -> Figure:
 
 
 def _beside(folder: str | Path) -> Path:
-    """The newest results of scaling_mobilenet_v2, which lie beside those of scaling."""
-    return newest("scaling_mobilenet_v2", Path(folder).parents[1])
+    """The results of scaling_mobilenet_v2, which lie beside those of scaling; without any, these."""
+    try:
+        return newest("scaling_mobilenet_v2", Path(folder).parents[1])
+    except ExperimentMissing:
+        return Path(folder)
 
 
 def scaling_with_workers(folder: str | Path, model: str = "cnn") -> Figure:

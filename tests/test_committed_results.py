@@ -1,0 +1,38 @@
+"""The results that are committed are whole, and what experiments compare may be compared."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from torch_parallel.analysis.findings import summary
+from torch_parallel.analysis.runs import manifest, newest
+from torch_parallel.grids import EXPERIMENTS
+
+RESULTS = Path(__file__).parents[1] / "results"
+COMMITTED = [name for name in EXPERIMENTS if (RESULTS / name).is_dir()]
+
+
+def test_all_but_what_takes_longest_are_there() -> None:
+    assert set(EXPERIMENTS) - set(COMMITTED) <= {"scaling_mobilenet_v2"}
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_every_command_of_a_grid_was_run_and_no_other(name: str) -> None:
+    folder = newest(name, RESULTS)
+    with open(folder / "runs.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["command"] for row in rows} == set(manifest(folder)["grid"])
+    assert {row["experiment"] for row in rows} == {name}
+    assert all(row["started"] and row["commit"].isalnum() for row in rows)
+    assert len(set(manifest(folder)["seeds"])) >= 3
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_what_is_compared_is_alike(name: str) -> None:
+    """`summary` raises where it is not; a line says what was held equal in each comparison."""
+    each = EXPERIMENTS[name]
+    told = summary(newest(name, RESULTS), each.apart, each.same, each.but)
+    assert told.count("held equal: ") >= 1
