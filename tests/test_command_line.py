@@ -23,6 +23,7 @@ from torch_parallel.devices import DeviceError
 from torch_parallel.launcher import WorkerFailure
 from torch_parallel.preflight import PreflightError
 from torch_parallel.results import ResultsError
+from torch_parallel.strategies import STRATEGIES
 from torch_parallel.training.checkpoint import CheckpointError
 from torch_parallel.training.config import ConfigError
 from torch_parallel.workloads import DataError
@@ -98,6 +99,14 @@ def test_a_run(strategy: str, n: int, who: str, place: Path) -> None:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * n
     assert [f"{float(row['train_loss']):.4f}" for row in rows[::n]] == [match[3] for match in epochs]
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_the_command_of_every_strategy(strategy: str, place: Path) -> None:
+    """With no other choice than less to train on: as many processes as it takes by default."""
+    ended = run(place, "--strategy", strategy, "--dataset", "digits", "--train_size", "130", "--epochs", "1")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert EPOCH.search(ended.stdout) is not None
 
 
 def test_no_argument_at_all_and_no_data(place: Path) -> None:
