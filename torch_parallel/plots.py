@@ -13,12 +13,13 @@ from pathlib import Path
 
 import matplotlib.figure
 
-from torch_parallel.analysis import bottlenecks, communication, plots, timeline
+from torch_parallel.analysis import bottlenecks, communication, plots, timeline, waits
 from torch_parallel.analysis.animate import save_gif
 from torch_parallel.analysis.figure import Figure
 from torch_parallel.analysis.runs import ExperimentMissing, Unequal, newest
 from torch_parallel.analysis.tables import with_tables
 from torch_parallel.collectives import COLLECTIVES
+from torch_parallel.steps import read_steps
 from torch_parallel.trace import read_chrome_trace
 from torch_parallel.training.config import OneLineParser
 
@@ -66,11 +67,26 @@ def _draw_timeline(results_dir: Path, file: Path) -> None:
     _save(timeline.draw(events, first_s=first_step_s), file, trace)
 
 
+def _draw_waits(results_dir: Path, file: Path) -> None:
+    table = newest("waits", results_dir) / "steps.csv"
+    _save(waits.draw_matrix(read_steps(table), followed=True), file, table)
+
+
+def _draw_steps(results_dir: Path, file: Path) -> None:
+    table = newest("waits", results_dir) / "steps.csv"
+    _save(waits.draw_steps(read_steps(table)), file, table)
+
+
 def _draw_ring(results_dir: Path, file: Path) -> None:
     save_gif(COLLECTIVES["ring"], 4, file)
 
 
-OTHERS: dict[str, Callable[[Path, Path], None]] = {"timeline.png": _draw_timeline, "ring_all_reduce.gif": _draw_ring}
+OTHERS: dict[str, Callable[[Path, Path], None]] = {
+    "timeline.png": _draw_timeline,
+    "waits.png": _draw_waits,
+    "steps.png": _draw_steps,
+    "ring_all_reduce.gif": _draw_ring,
+}
 
 
 def _save(figure: matplotlib.figure.Figure, file: Path, drawn_from: Path) -> None:

@@ -145,7 +145,8 @@ def how_to_make(experiment: str) -> str:
     kind, _, name = experiment.partition("bench_")
     if name:
         return f"python -m torch_parallel bench {name} --results_dir results/{experiment}"
-    return "python train.py --trace" if experiment == "trace" else f"python -m torch_parallel experiment {kind}"
+    by_hand = {"trace": "python train.py --trace trace.json", "waits": "python train.py --steps_csv steps.csv"}
+    return by_hand.get(experiment, f"python -m torch_parallel experiment {kind}")
 
 
 def manifest(folder: str | Path) -> dict[str, Any]:
