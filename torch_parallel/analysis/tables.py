@@ -53,7 +53,7 @@ def experiments_table(results_dir: str | Path = "results") -> str:
 
 def bench_table(results_dir: str | Path = "results") -> str:
     """The all-reduce of two processes beside gloo's and MPI's, by size."""
-    folder = newest("bench_collectives", results_dir)
+    folder = newest("bench_all_reduce", results_dir)
     rows = [row for row in read_bench(folder) if row["n"] == 2]
     lines = [
         "| size | gloo (us) | ring (us) | fastest (us) | times gloo's speed | times MPI's | ring, ordinary tensor |",
