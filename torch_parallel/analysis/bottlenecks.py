@@ -170,7 +170,7 @@ def stragglers_found(folder: str | Path) -> str:
 
 def collectives_of(strategy: str) -> list[Collective]:
     """What a step of it performs, once a bucket, where memory is not shared."""
-    if strategy in ("param_server", "param_server_bounded"):
+    if strategy == "param_server":
         return [COLLECTIVES["push"], COLLECTIVES["broadcast"]]
     if strategy == "sharded_param_server":
         return [COLLECTIVES["direct_reduce_scatter"], COLLECTIVES["direct_all_gather"]]
@@ -185,7 +185,7 @@ def exchange_s(run: Run) -> float:
 def expected_exchange_s(run: Run, nbytes: int) -> float | None:
     """From the schedules, alpha the latency and beta the link's; None where links differ or nobody waits for all."""
     links = Topology.of(run.n, run.options["link"], run.options["latency"], server_count=run.n - run.workers)
-    if len(set(links.bytes_per_s)) > 1 or run.strategy in ("param_server_async", "param_server_backup"):
+    if len(set(links.bytes_per_s)) > 1 or run.strategy.startswith("param_server_"):
         return None
     rates = Rates(links.latency_s, 1 / links.bytes_per_s[0])
     return sum(predicted_s(each, run.n, nbytes, rates) for each in collectives_of(run.strategy))
@@ -214,7 +214,7 @@ def links(folder: str | Path) -> Figure:
             if expected_s is not None:
                 axes.plot([1e3 * expected_s] * 2, [row - 0.4, row + 0.4], color="#222222", linestyle=":", linewidth=1.6)
         axes.set_yticks(range(len(by_setting(runs, "strategy"))), list(by_setting(runs, "strategy")))
-        axes.set(xlabel="ms of a step that are not compute (dotted: predicted)", xlim=(0, None))
+        axes.set(xlabel="ms a step besides compute (dotted: predicted)", xlim=(0, None))
         axes.set_title(f"links of {link}, latency {runs[0].options['latency']}", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].invert_yaxis()
