@@ -44,7 +44,7 @@ def draw_matrix(steps: Iterable[StepTimes], followed: bool = False) -> Figure:
     mean = waits_in_the_end(mean) if followed else mean
     ranks = range(len(mean))
     size = 2.0 + 0.62 * len(mean)
-    figure = Figure(figsize=(size + 0.9, size), layout="constrained")
+    figure = Figure(figsize=(size + 1.9, size + 0.3), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     unit, scale = _unit(max(map(max, mean)))
