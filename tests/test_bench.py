@@ -102,6 +102,13 @@ def test_all_reduce(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
     assert {"command", "commit", "machine", "versions", "threads", "mpi"} <= manifest.keys()
 
 
+def test_without_a_name_all_collectives_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[str]] = []
+    monkeypatch.setitem(bench.BENCHES, "collectives", given.append)
+    bench.main([])
+    assert given == [[]]
+
+
 def test_every_collective_gives_the_right_result_by_all_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo's are checked by the same rule, so the rule is right about what each operation means."""
     monkeypatch.setattr(collectives, "MOST_REPEATS", 2)

@@ -321,9 +321,9 @@ def test_a_slow_reader_of_a_common_result_is_waited_for(kind: str) -> None:
 
 
 def test_who_does_not_wait_for_the_slow_reader_overwrites_its_result() -> None:
-    """That the test above can fail."""
+    """That the test above can fail: at the latest after 0.2 s."""
     first, *_ = on_all_ranks("threads", 3, read_a_common_result, False)
-    assert first[0] == [6.0, -1.0]
+    assert -1.0 in first[0]
 
 
 def test_the_fast_do_not_get_ahead_of_a_slow_reader() -> None:
