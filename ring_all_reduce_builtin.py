@@ -34,6 +34,8 @@ DDP_SETTINGS = {"gradient_as_bucket_view": True, "static_graph": True}
 DDP_SETTINGS |= {"forward_sync_buffers" if NEW_NAME else "broadcast_buffers": False}
 TIMED_EVERY = 10
 """DDP times its own exchange in one of so many steps; torch's default is 100."""
+FEWEST_TIMED = 5
+"""With fewer steps timed in an epoch its exchange is not told apart."""
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
@@ -89,7 +91,8 @@ def train_rank(rank: int, world_size: int, port: int, config: RunConfig, dataset
             row = {"epoch": epoch, "steps": -(-count // config.batch_size), "train_s": train_s, "update_s": update_s}
             row |= {"samples_per_s": (count - warm_up[1]) / (train_s - warm_up[0]), "train_loss": train_loss / count}
             row |= {"test_loss": test_loss / test_count, "test_accuracy": correct / test_count}
-            row["exchange_s"] = row["steps"] * statistics.fmean(exchange_s) if exchange_s else ""
+            timed = len(exchange_s) >= FEWEST_TIMED
+            row["exchange_s"] = row["steps"] * statistics.fmean(exchange_s) if timed else ""
             row["compute_s"] = train_s - update_s - (row["exchange_s"] or 0.0)
             record(row, exchange_s, config, dataset, folder)
     if rank == 0:
@@ -113,7 +116,7 @@ def threads(world_size: int) -> int:
 def record(row: dict, exchange_s: list[float], config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
     """A line on the screen and a row of runs.csv. DDP exchanges during backward, and itself times some steps of it."""
     parts = "compute and exchange"
-    if len(exchange_s) > 1:
+    if row["exchange_s"]:
         low, _, high = (row["steps"] * quartile for quartile in statistics.quantiles(exchange_s, n=4))
         sampled = f"{low:.2f} to {high:.2f} by the quartiles of {len(exchange_s)} steps timed"
         parts = f"exchange and wait {row['exchange_s']:.2f} s ({sampled})  compute"
