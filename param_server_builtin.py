@@ -29,8 +29,6 @@ OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.o
 def train(config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
     device = torch.device(config.device)
     dtype = getattr(torch, config.dtype)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(environment()["machine"]["usable_processors"])
     torch.manual_seed(config.seed)
     bare = build_model(config.model, dataset.image_shape, dataset.class_count).to(device, dtype)
     model = torch.nn.DataParallel(bare, list(range(config.n_gpus or 1)) if device.type == "cuda" else None)
@@ -91,7 +89,10 @@ def main() -> None:
     folder = RunFolder(config.results_dir, f"data_parallel_{config.model}_{dataset.name}_n{n}")
     how = "no GPU: the plain module in one process, whatever --n_gpus" if device == "cpu" else f"{n} GPUs"
     print(f"{line}\nDataParallel, {how}; {config.model}, batch of {config.batch_size}", flush=True)
-    with folder.running(**environment(), config=dataclasses.asdict(config), strategy="data_parallel"):
+    here = environment()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(here["machine"]["usable_processors"])
+    with folder.running(**here, config=dataclasses.asdict(config), strategy="data_parallel"):
         train(config, dataset, folder)
     print(f"results in {folder.path}")
 

@@ -39,11 +39,13 @@ FEWEST_TIMED = 5
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
-def train_rank(rank: int, world_size: int, port: int, config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
+def train_rank(
+    rank: int, world_size: int, port: int, threads: int, config: RunConfig, dataset: Dataset, folder: RunFolder
+) -> None:
     """One process: trains its replica on its share of every batch."""
     on_gpu = config.device == "cuda"
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    torch.set_num_threads(threads(world_size))
+    torch.set_num_threads(threads)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size)
     dtype = getattr(torch, config.dtype)
@@ -94,7 +96,7 @@ def train_rank(rank: int, world_size: int, port: int, config: RunConfig, dataset
             timed = len(exchange_s) >= FEWEST_TIMED
             row["exchange_s"] = row["steps"] * statistics.fmean(exchange_s) if timed else ""
             row["compute_s"] = train_s - update_s - (row["exchange_s"] or 0.0)
-            record(row, exchange_s, config, dataset, folder)
+            record({**row, "threads": threads}, exchange_s, config, dataset, folder)
     if rank == 0:
         torch.save({name: value.cpu() for name, value in bare.state_dict().items()}, folder.path / "weights.pt")
     dist.barrier(device_ids=[rank] if on_gpu else None)
@@ -107,10 +109,9 @@ def exposed_exchange_s(model: DistributedDataParallel) -> float:
     return (timed["backward_comm_time"] - timed["backward_compute_comm_overlap_time"]) / 1e9
 
 
-def threads(world_size: int) -> int:
+def threads_each(world_size: int, processors: int) -> int:
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    usable = environment()["machine"]["usable_processors"]
-    return int(asked) if asked.isdigit() and int(asked) else max(1, usable // world_size)
+    return int(asked) if asked.isdigit() and int(asked) else max(1, processors // world_size)
 
 
 def record(row: dict, exchange_s: list[float], config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
@@ -128,7 +129,7 @@ def record(row: dict, exchange_s: list[float], config: RunConfig, dataset: Datas
     )
     same = config.columns(dataset.name) | {"strategy": "ddp", "workers": config.n_gpus, "rank": 0, "role": "worker"}
     options = json.dumps({**DDP_SETTINGS, "timed_every": TIMED_EVERY})
-    folder.append_rows([{**same, "options": options, "threads": threads(config.n_gpus or 1), **row}])
+    folder.append_rows([{**same, "options": options, **row}])
 
 
 def main() -> None:
@@ -157,8 +158,10 @@ def main() -> None:
         f"over all; {DDP_SETTINGS}, fused {config.optimizer}",
         flush=True,
     )
-    with folder.running(**environment(), config=dataclasses.asdict(config), strategy="ddp", settings=DDP_SETTINGS):
-        mp.spawn(train_rank, (n, store.port, config, dataset, folder), nprocs=n)
+    here = environment()
+    threads = threads_each(n, here["machine"]["usable_processors"])
+    with folder.running(**here, config=dataclasses.asdict(config), strategy="ddp", settings=DDP_SETTINGS):
+        mp.spawn(train_rank, (n, store.port, threads, config, dataset, folder), nprocs=n)
     print(f"results in {folder.path}")
 
 

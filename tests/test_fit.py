@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from torch_parallel import bench
+from torch_parallel.analysis.communication import fit_found
 from torch_parallel.bench.common import write_table
-from torch_parallel.bench.fit import Fit, Measured, compared, fit, fitted_sizes, told, working_set
+from torch_parallel.bench.fit import Fit, Measured, compared, fit, fitted_sizes, working_set
 from torch_parallel.collectives import ALL_REDUCE
 from torch_parallel.collectives.cost import Rates, predicted_s
 from torch_parallel.training.config import ConfigError
 
 SIZES = [4 << 10, 64 << 10, *(1 << power for power in range(20, 27))]
 TRUE = Rates(3e-6, 2e-10, 1e-10, contention=0.25)
+
+
+def told(rows: list[dict[str, Any]], folder: Path) -> list[str]:
+    write_table(folder / "fit.csv", rows)
+    return fit_found(folder).splitlines()
 
 
 def made_with(rates: Rates, counts: tuple[int, ...], processors: int) -> list[Measured]:
@@ -27,7 +34,7 @@ def made_with(rates: Rates, counts: tuple[int, ...], processors: int) -> list[Me
     ]
 
 
-def test_it_finds_the_rates_and_predicts_the_sizes_between_and_other_numbers_of_ranks() -> None:
+def test_it_finds_the_rates_and_predicts_the_sizes_between_and_other_numbers_of_ranks(tmp_path: Path) -> None:
     timings = made_with(TRUE, (2, 4), processors=8)
     found = fit(timings, processors=8)
     assert found.alpha_s == pytest.approx(3e-6, rel=0.02)
@@ -39,19 +46,19 @@ def test_it_finds_the_rates_and_predicts_the_sizes_between_and_other_numbers_of_
     fitted = {(row["n"], row["size_bytes"]) for row in rows if row["fitted"]}
     assert fitted == {(2, size) for size in (4 << 10, 64 << 10, 1 << 20, 1 << 22, 1 << 24, 1 << 26)}
     # 5 algorithms at 2, 8 and 32 MiB, and at all 7 sizes from 1 MiB on with four ranks
-    assert [line.partition(" timings")[0] for line in told(rows)] == [
+    assert [line.partition(" timings")[0] for line in told(rows, tmp_path)] == [
         "predicted, 2 processes: 15 of 15",
         "predicted, 4 processes: 35 of 35",
     ]
 
 
-def test_errors_are_told_as_they_are() -> None:
+def test_errors_are_told_as_they_are(tmp_path: Path) -> None:
     timings = [Measured("ring", 2, 1 << 21, 1.0), Measured("ring", 2, 1 << 20, 1.0)]
     rates = Fit(0.0, 0.0, ((1 << 20, 1.0 / (1 << 20), 0.0),), seen=(1 << 20,))  # a second for each MiB that is moved
     rows = compared(timings, rates, processors=2)
     # a ring of two moves half of the buffer twice: 2 MiB take 2 s and 1 MiB takes 1 s
     assert [(row["predicted_over_measured"], row["fitted"]) for row in rows] == [(2, False), (1, True)]
-    assert told(rows) == [
+    assert told(rows, tmp_path) == [
         "predicted, 2 processes: 0 of 1 timings from 1 MiB on within 15 %, median 100 %, largest 100 %"
     ]
 

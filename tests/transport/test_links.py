@@ -9,6 +9,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,14 +65,12 @@ def seconds(communicator: Communicator, works: list[tuple[Collective, int, int]]
     return taken
 
 
-def best_median(measure: Callable[[], list[float]], expected_s: float, within: float) -> None:
-    """Passes if one of three medians is as expected; the machine may be busy with something else."""
-    medians = []
-    for _ in range(3):
+def best_median(measure: Callable[[], list[float]], expected_s: float, within: float) -> float:
+    """The closest of three medians, or the first that is as expected; the machine may be busy with something else."""
+    medians: list[float] = []
+    while len(medians) < 3 and not any(abs(median / expected_s - 1) <= within for median in medians):
         medians.append(statistics.median(measure()))
-        if abs(medians[-1] / expected_s - 1) <= within:
-            return
-    raise AssertionError(f"{medians} s, expected {expected_s} s within {within:.0%}")
+    return min(medians, key=lambda median: abs(median / expected_s - 1))
 
 
 def slowest(results: list[list[list[float]]], work: int = 0) -> list[float]:
@@ -91,7 +90,8 @@ def test_a_transfer_takes_bytes_over_bandwidth_and_the_latency(mbit: int, megaby
     nbytes = megabytes * 2**20
     topology = Topology.of(2, f"{mbit}mbit", f"{latency_ms}ms")
     expected_s = nbytes / (mbit * MBIT) + latency_ms / 1e3
-    best_median(lambda: over(topology, broadcast_from(0), nbytes, 5), expected_s, within=0.02)
+    median = best_median(lambda: over(topology, broadcast_from(0), nbytes, 5), expected_s, within=0.02)
+    assert median == pytest.approx(expected_s, rel=0.02)
 
 
 def test_two_receivers_behind_one_nic_take_twice_as_long() -> None:
@@ -100,12 +100,14 @@ def test_two_receivers_behind_one_nic_take_twice_as_long() -> None:
     alone_s = 2**20 / (200 * MBIT)
     for nics, expected_s in ((1, 2 * alone_s), (2, alone_s)):
         topology = Topology.of(4, "200mbit", nodes=2, nics=nics)
-        best_median(lambda topology=topology: over(topology, messages, 2**20), expected_s, within=0.05)  # type: ignore[misc]
+        measure = partial(over, topology, messages, 2**20)
+        assert best_median(measure, expected_s, within=0.05) == pytest.approx(expected_s, rel=0.05)
 
 
 def test_both_directions_at_once_take_as_long_as_one() -> None:
     topology = Topology.of(2, "200mbit")
-    best_median(lambda: over(topology, pairs("swap", ((0, 1), (1, 0))), 2**20), 2**20 / (200 * MBIT), within=0.05)
+    measure, expected_s = partial(over, topology, pairs("swap", ((0, 1), (1, 0))), 2**20), 2**20 / (200 * MBIT)
+    assert best_median(measure, expected_s, within=0.05) == pytest.approx(expected_s, rel=0.05)
 
 
 def test_a_slow_receiver_does_not_hold_up_the_others_of_a_fast_sender() -> None:
@@ -122,7 +124,8 @@ def test_a_ring_of_four() -> None:
     size, latency_s = 16 * 2**20, 0.002
     expected_s = 2 * 3 / 4 * size / (1000 * MBIT) + 2 * 3 * latency_s
     topology = Topology.of(4, "1gbit", "2ms")
-    best_median(lambda: [min(over(topology, RING_ALL_REDUCE, size, 5))], expected_s, within=0.05)
+    best = best_median(lambda: [min(over(topology, RING_ALL_REDUCE, size, 5))], expected_s, within=0.05)
+    assert best == pytest.approx(expected_s, rel=0.05)
 
 
 def test_the_link_of_a_root_carries_all_buffers_each_way() -> None:
@@ -130,11 +133,13 @@ def test_the_link_of_a_root_carries_all_buffers_each_way() -> None:
     topology, size = Topology.of(4, "400mbit"), 2**20
     works = [(reduce_to(0, root_contributes=False), size, 3), (broadcast_from(0), size, 3)]
     for work in (0, 1):
-        best_median(
+        expected_s = 3 * size / (400 * MBIT)
+        median = best_median(
             lambda work=work: slowest(launch(seconds, 4, works, links=topology, threads=1), work),  # type: ignore[misc]
-            3 * size / (400 * MBIT),
+            expected_s,
             within=0.05,
         )
+        assert median == pytest.approx(expected_s, rel=0.05)
 
 
 def received(communicator: Communicator, collectives: list[Collective], nbytes: int) -> list[int]:
@@ -311,11 +316,12 @@ def test_what_is_served_to_whoever_comes_crosses_the_links_too() -> None:
     nbytes, topology = 2**20, Topology.of(2, "100mbit", "2ms")
     message_s = nbytes / (100 * MBIT) + 0.002
     for rank, messages in ((0, 1), (1, 2)):
-        best_median(
+        median = best_median(
             lambda rank=rank: launch(push_and_answer, 2, nbytes, 5, links=topology, threads=1)[rank],  # type: ignore[misc]
             messages * message_s,
             within=0.05,
         )
+        assert median == pytest.approx(messages * message_s, rel=0.05)
 
 
 def test_and_names_purpose_and_rank_where_it_would_take_too_long() -> None:

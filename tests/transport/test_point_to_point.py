@@ -2,65 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from transports import GPU_MARKS, TRANSPORTS, every_transport, on_all_ranks
 
 from torch_parallel.collectives import broadcast_from
-from torch_parallel.launcher import WorkerFailure, launch
+from torch_parallel.launcher import WorkerFailure
 from torch_parallel.transport.base import Transfer, Transport, TransportError
-from torch_parallel.transport.local import LocalGroup
 
-TRANSPORTS = ("threads", "sequence numbers", "pipes")
-GPU_MARKS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU")]
-
-every_transport = pytest.mark.parametrize("kind", TRANSPORTS)
+# by the kernel an operation ends with its readers, so `settle` leaves nothing
 every_transport_and_gpus = pytest.mark.parametrize("kind", [*TRANSPORTS, pytest.param("gpu plain", marks=GPU_MARKS)])
-
-
-def on_all_ranks(kind: str, world_size: int, function: Callable[[Transport], Any], deadline_s: float = 20.0) -> list:
-    """The results of `function(transport)`, by rank."""
-    if kind == "gpu plain":  # by the kernel an operation ends with its readers, so `settle` leaves nothing
-        return launch(
-            lambda communicator: function(communicator.transport),
-            world_size,
-            threads=1,
-            deadline_s=60,
-            device="cuda",
-            performer="plain",
-        )
-    if kind != "threads":
-        pipes = kind == "pipes"
-        return launch(
-            lambda communicator: function(communicator.transport),
-            world_size,
-            threads=1,
-            deadline_s=deadline_s,
-            signal_pipes=pipes,
-        )
-    group = LocalGroup(world_size, deadline_s)
-    results: dict[int, Any] = {}
-    errors: list[BaseException] = []
-
-    def body(rank: int) -> None:
-        try:
-            results[rank] = function(group.transport(rank))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
-    return [results[rank] for rank in range(world_size)]
 
 
 @every_transport_and_gpus

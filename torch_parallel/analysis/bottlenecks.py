@@ -22,7 +22,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from torch_parallel.analysis.figure import Figure, style
-from torch_parallel.analysis.runs import Run, by_setting, held_equal, read_runs, select, spread
+from torch_parallel.analysis.plots import points
+from torch_parallel.analysis.runs import Run, accuracies, by_setting, held_equal, read_runs, select, spread
 from torch_parallel.collectives import ALL_REDUCE, COLLECTIVES, Collective
 from torch_parallel.collectives.cost import Rates, predicted_s
 from torch_parallel.topology import Topology
@@ -100,10 +101,8 @@ def stragglers(folder: str | Path) -> Figure:
 
 def _draw_slowed(axes: Axes, groups: dict[str, dict[int, list[Run]]]) -> None:
     for strategy, by_times in groups.items():
-        columns = {times: spread(values) for times, values in relative_speeds(by_times).items()}
-        middle = [each[0] for each in columns.values()]
-        whiskers = [[a - b for a, b, _ in columns.values()], [c - a for a, _, c in columns.values()]]
-        axes.errorbar(list(columns), middle, whiskers, label=strategy, markersize=5, capsize=3, **style(strategy))
+        speeds = relative_speeds(by_times)
+        points(axes, list(speeds), list(speeds.values()), strategy)
     every = next(iter(groups.values()))
     places = list(every)
     n = every[1][0].workers
@@ -115,24 +114,31 @@ def _draw_slowed(axes: Axes, groups: dict[str, dict[int, list[Run]]]) -> None:
     axes.set_xticks(places, [f"{each}" for each in places])
     axes.minorticks_off()
     axes.legend(frameon=False, fontsize=7, loc="lower left")
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _draw_jitter(axes: Axes, runs: list[Run]) -> None:
     groups = by_setting([run for run in runs if "jitter" in run.options], "strategy")
     for row, (strategy, of_strategy) in enumerate(groups.items()):
-        added = jitter_added_ms(of_strategy, runs)
-        middle, least, largest = spread(added)
-        axes.barh(row, middle, 0.6, color=style(strategy)["color"])
-        axes.errorbar(middle, row, xerr=[[middle - least], [largest - middle]], color="#222222", capsize=3)
         first = of_strategy[0]
         expected_s = expected_jitter_s(first, parse_seconds(first.options["jitter"]))
-        if expected_s is not None:
-            axes.plot([1e3 * expected_s] * 2, [row - 0.4, row + 0.4], color="#222222", linestyle=":", linewidth=1.6)
-    axes.set_yticks(range(len(groups)), list(groups))
+        _bar(axes, row, jitter_added_ms(of_strategy, runs), style(strategy)["color"], expected_s)
+    _name_bars(axes, list(groups), "ms added to a step (dotted: the formula)", "jitter of 10 ms on average")
     axes.invert_yaxis()
-    axes.set(xlabel="ms added to a step (dotted: the formula)", xlim=(0, None))
-    axes.set_title("jitter of 10 ms on average", fontsize=10)
+
+
+def _bar(axes: Axes, row: int, milliseconds: list[float], colour: str, expected_s: float | None) -> None:
+    """A bar to the median, a whisker from the least to the largest, and a dotted line where it is expected."""
+    middle, least, largest = spread(milliseconds)
+    axes.barh(row, middle, 0.6, color=colour)
+    axes.errorbar(middle, row, xerr=[[middle - least], [largest - middle]], color="#222222", capsize=3)
+    if expected_s is not None:
+        axes.plot([1e3 * expected_s] * 2, [row - 0.4, row + 0.4], color="#222222", linestyle=":", linewidth=1.6)
+
+
+def _name_bars(axes: Axes, names: list[str], xlabel: str, title: str) -> None:
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel=xlabel, xlim=(0, None))
+    axes.set_title(title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -206,17 +212,12 @@ def links(folder: str | Path) -> Figure:
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
     for (link, runs), axes in zip(groups.items(), panels, strict=True):
         held_equal(runs, but=("steps", "nodes"), same=())
-        for row, of_strategy in enumerate(by_setting(runs, "strategy").values()):
-            middle, least, largest = spread([1e3 * exchange_s(run) for run in of_strategy])
-            axes.barh(row, middle, 0.6, color="#56B4E9")
-            axes.errorbar(middle, row, xerr=[[middle - least], [largest - middle]], color="#222222", capsize=3)
+        strategies = by_setting(runs, "strategy")
+        for row, of_strategy in enumerate(strategies.values()):
             expected_s = expected_exchange_s(of_strategy[0], nbytes)
-            if expected_s is not None:
-                axes.plot([1e3 * expected_s] * 2, [row - 0.4, row + 0.4], color="#222222", linestyle=":", linewidth=1.6)
-        axes.set_yticks(range(len(by_setting(runs, "strategy"))), list(by_setting(runs, "strategy")))
-        axes.set(xlabel="ms a step besides compute (dotted: predicted)", xlim=(0, None))
-        axes.set_title(f"links of {link}, latency {runs[0].options['latency']}", fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
+            _bar(axes, row, [1e3 * exchange_s(run) for run in of_strategy], "#56B4E9", expected_s)
+        title = f"links of {link}, latency {runs[0].options['latency']}"
+        _name_bars(axes, list(strategies), "ms a step besides compute (dotted: predicted)", title)
     panels[0].invert_yaxis()
     return figure
 
@@ -260,17 +261,13 @@ def by_way(folder: str | Path) -> dict[str, list[Run]]:
     return {told: each for told in WAYS.values() if (each := [run for run in runs if way(run, rate) == told])}
 
 
-def _accuracies(runs: list[Run]) -> list[float]:
-    return [100 * run.epochs[-1].test_accuracy for run in sorted(runs, key=lambda run: run.seed)]
-
-
 def aggregation(folder: str | Path) -> Figure:
     """Accuracy after the last epoch: a point for each seed, a line at the median."""
     figure = Figure(8.0, 3.0)
     axes = figure.subplots()
     groups = by_way(folder)
     for row, runs in enumerate(groups.values()):
-        values = _accuracies(runs)
+        values = accuracies(runs)
         axes.plot(values, [row] * len(values), "o", color="#0072B2", alpha=0.6)
         axes.plot([statistics.median(values)] * 2, [row - 0.3, row + 0.3], color="#222222")
     axes.set_yticks(range(len(groups)), list(groups))
@@ -289,10 +286,10 @@ def aggregation(folder: str | Path) -> Figure:
 def aggregation_found(folder: str | Path) -> str:
     """How much of a difference the way makes, beside that of the seeds."""
     groups = by_way(folder)
-    exact = _accuracies(groups[WAYS["weighted", False]])
+    exact = accuracies(groups[WAYS["weighted", False]])
     lines = [f"{WAYS['weighted', False]}: {statistics.median(exact):.2f} % ({min(exact):.2f} to {max(exact):.2f})"]
     for told, runs in list(groups.items())[1:]:
-        values = _accuracies(runs)
+        values = accuracies(runs)
         differences = [a - b for a, b in zip(values, exact, strict=True)]
         lines.append(
             f"{told}: {statistics.median(values):.2f} % ({min(values):.2f} to {max(values):.2f}); seed by seed "

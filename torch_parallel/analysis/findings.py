@@ -8,6 +8,7 @@ from pathlib import Path
 from torch_parallel.analysis.runs import (
     PARTS,
     Run,
+    accuracies,
     by_label,
     by_setting,
     held_equal,
@@ -94,7 +95,7 @@ def server_beside_data_parallel(folder: str | Path) -> str:
         held_equal(runs)
         server, builtin = select(runs, strategy="param_server"), select(runs, strategy="data_parallel")
         difference = _largest_difference(server, builtin)
-        _, worst, best = spread(_accuracies(builtin))
+        _, worst, best = spread(accuracies(builtin))
         paragraphs.append(
             f"{model}: for one seed the two differ by at most {difference:.2f} points of accuracy, while the seeds of "
             f"one program differ by {best - worst:.2f}. The server's epoch takes "
@@ -137,9 +138,4 @@ def _parts(runs: list[Run], names: tuple[str, ...]) -> float:
 
 def _largest_difference(some: list[Run], others: list[Run]) -> float:
     """Of the accuracies, in points, seed by seed."""
-    return max(abs(a - b) for a, b in zip(_accuracies(some), _accuracies(others), strict=True))
-
-
-def _accuracies(runs: list[Run]) -> list[float]:
-    """Of the last epoch, in percent, in the order of the seeds."""
-    return [100 * run.epochs[-1].test_accuracy for run in sorted(runs, key=lambda run: run.seed)]
+    return max(abs(a - b) for a, b in zip(accuracies(some), accuracies(others), strict=True))

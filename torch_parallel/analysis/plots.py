@@ -152,11 +152,12 @@ def _with_data(panels: Sequence[Axes], folders: dict[str, str | Path]) -> None:
             by_size = by_setting(of_label, "train_size")
             repeats = [[1e3 * run.epoch_s / int(size) for run in of_size] for size, of_size in by_size.items()]
             shift = 1.06 ** (place - (len(groups) - 1) / 2)  # beside each other, not on each other
-            _points(axes, [int(size) * shift for size in by_size], repeats, label)
+            points(axes, [int(size) * shift for size in by_size], repeats, label)
         axes.set(xscale="log", xlabel="training images", ylabel="ms of an epoch for each image", title=model)
         sizes = sorted({int(run.setting("train_size")) for run in runs})
         axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
         axes.minorticks_off()
+        axes.grid(alpha=0.3)
         axes.set_ylim(0, 1.6 * max(1e3 * run.epoch_s / int(run.setting("train_size")) for run in runs))
         axes.legend(loc="upper right", frameon=False, fontsize=8)  # above the points, whose highest is at 1 / 1.6
 
@@ -176,9 +177,9 @@ def _with_workers(speed_up: Axes, efficiency: Axes, runs: list[Run], model: str)
         by_count = by_setting(of_strategy, "workers")
         counts = [int(count) for count in by_count]
         ratios = [speed_ups(of_count, runs) for of_count in by_count.values()]
-        _points(speed_up, counts, ratios, strategy)
+        points(speed_up, counts, ratios, strategy)
         shares = [[100 * ratio / count for ratio in of_count] for of_count, count in zip(ratios, counts, strict=True)]
-        _points(efficiency, counts, shares, strategy)
+        points(efficiency, counts, shares, strategy)
     counts = sorted({run.workers for run in runs})
     speed_up.plot(counts, counts, color="#B0B0B0", linestyle=":", label="as many times as workers", zorder=0)
     speed_up.axhline(1, color="#222222", linewidth=0.8, zorder=0)
@@ -188,10 +189,11 @@ def _with_workers(speed_up: Axes, efficiency: Axes, runs: list[Run], model: str)
     efficiency.set(xlabel="workers", ylabel="speed-up / workers (%)", title=heading, ylim=(0, None))
     for axes in (speed_up, efficiency):
         axes.set_xticks(counts)
+        axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize=8)
 
 
-def _points(axes: Axes, places: Sequence[float], repeats: list[list[float]], label: str) -> None:
+def points(axes: Axes, places: Sequence[float], repeats: list[list[float]], label: str) -> None:
     """A line through the medians with whiskers from the least to the largest."""
     columns = [spread(values) for values in repeats]
     errors = [[middle - least for middle, least, _ in columns], [largest - middle for middle, _, largest in columns]]
@@ -199,4 +201,3 @@ def _points(axes: Axes, places: Sequence[float], repeats: list[list[float]], lab
         places, [middle for middle, *_ in columns], errors, label=label, markersize=5, capsize=3, **style(label)
     )
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)

@@ -272,6 +272,11 @@ def speed_ups(runs: list[Run], among: list[Run]) -> list[float]:
     return [one[run.seed] / run.epoch_s for run in runs]
 
 
+def accuracies(runs: list[Run]) -> list[float]:
+    """Of the last epoch, in percent, in the order of the seeds."""
+    return [100 * run.epochs[-1].test_accuracy for run in sorted(runs, key=lambda run: run.seed)]
+
+
 def spread(values: list[float]) -> tuple[float, float, float]:
     """Median, least and largest."""
     return statistics.median(values), min(values), max(values)

@@ -41,12 +41,12 @@ def bench_collectives(operations: list[str], arguments: list[str]) -> None:
     on_gpus = options.device == "cuda"
     measure: Any
     if on_gpus:
-        peer, name, entries = gpu.PEER, f"{name}_gpu", gpu.library()
+        peer, name, entries = gpu.PEER, f"{name}_gpu", gpu.versions()
         measure, sizes = partial(gpu.measure, all_settings=options.settings == "all"), gpu.SIZES_BYTES
         print("beside NCCL's: " + ", ".join(f"{key} {value}" for key, value in entries.items()))
     else:
         missing = mpi.why_not()
-        peer, entries = collectives.PEER, {"mpi": missing or mpi.library()}
+        peer, entries = collectives.PEER, {"mpi": missing or mpi.version()}
         measure, sizes = partial(collectives.measure, with_mpi=missing is None), collectives.SIZES_BYTES
         print("beside gloo" + ("'s and MPI's" if missing is None else f"'s; MPI's are left out: {missing}"))
     folder = RunFolder(options.results_dir, f"bench_{name}_n{'_'.join(map(str, options.n_gpus))}")

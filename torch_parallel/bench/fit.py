@@ -23,6 +23,7 @@ from typing import Any
 import numpy
 from scipy.optimize import least_squares
 
+from torch_parallel.analysis.communication import fit_found
 from torch_parallel.bench.common import write_table
 from torch_parallel.collectives import ALL_REDUCE
 from torch_parallel.collectives.cost import Rates, predicted_s
@@ -150,24 +151,6 @@ def compared(timings: list[Measured], made: Fit, processors: int) -> list[dict[s
     return rows
 
 
-def told(rows: list[dict[str, Any]]) -> list[str]:
-    """How far the predictions from 1 MiB on that were not fitted are off, by the number of ranks."""
-    lines = []
-    for n in sorted({row["n"] for row in rows}):
-        errors = sorted(
-            abs(row["predicted_over_measured"] - 1)
-            for row in rows
-            if row["n"] == n and not row["fitted"] and row["size_bytes"] >= SMALLEST_ANCHOR
-        )
-        if errors:
-            within = sum(error <= 0.15 for error in errors)
-            lines.append(
-                f"predicted, {n} processes: {within} of {len(errors)} timings from 1 MiB on within 15 %, "
-                f"median {100 * errors[len(errors) // 2]:.0f} %, largest {100 * errors[-1]:.0f} %"
-            )
-    return lines
-
-
 def save_fit(folder: Path, processors: int) -> None:
     """Of the bench.csv there makes fit.json, the rates, and fit.csv, what they predict. Raises ValueError as `fit`."""
     with open(folder / "bench.csv", newline="") as file:
@@ -180,7 +163,7 @@ def save_fit(folder: Path, processors: int) -> None:
     rows = compared(timings, made, processors)
     (folder / "fit.json").write_text(json.dumps(made.as_json() | {"processors": processors}, indent=2) + "\n")
     write_table(folder / "fit.csv", rows)
-    print("\n".join(told(rows)))
+    print(fit_found(folder))
 
 
 def bench_fit(arguments: list[str]) -> None:

@@ -57,7 +57,7 @@ class GpuTiming(Timing):
         }
 
 
-def library() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """What NCCL it is, and a setting of it that changes its speed."""
     version = ".".join(map(str, torch.cuda.nccl.version()))
     return {"NCCL": version, "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE", "not set")}

@@ -35,7 +35,7 @@ def why_not() -> str | None:
     return None if shutil.which(_mpiexec()) else "there is no mpiexec"
 
 
-def library() -> str:
+def version() -> str:
     """Whose MPI it is, and which version, in its own words."""
     words = "from mpi4py import MPI; print(MPI.Get_library_version())"
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=60)

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from torch_parallel.collectives.proof import prove
-from torch_parallel.collectives.schedule import Collective, Local, Receive, Send
+from torch_parallel.collectives.schedule import Collective, Local, Placed, Receive, Send
 
 Contributions = Counter[int]
 """Whose values a chunk is the sum of, and how often each is in it."""
@@ -22,7 +22,7 @@ Table = list[list[Contributions]]
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class Message(Placed):
     """Chunks on their way from rank `source` to rank `to`, which adds them to its own (`reduce`) or replaces those.
 
     `into` and `plus` are those of `Receive`. A move between a rank's own chunks is a message to itself.
@@ -34,14 +34,6 @@ class Message:
     reduce: bool
     into: range | None = None
     plus: range | None = None
-
-    @property
-    def target(self) -> range:
-        return self.chunks if self.into is None else self.into
-
-    @property
-    def addend(self) -> range:
-        return self.target if self.plus is None else self.plus
 
     @property
     def is_local(self) -> bool:

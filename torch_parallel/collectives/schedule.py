@@ -46,8 +46,27 @@ class Send:
     chunks: range
 
 
+class Placed:
+    """Where chunks that arrive go; see `Receive`."""
+
+    __slots__ = ()
+    chunks: range
+    into: range | None
+    plus: range | None
+
+    @property
+    def target(self) -> range:
+        """The chunks of the receiver's that change."""
+        return self.chunks if self.into is None else self.into
+
+    @property
+    def addend(self) -> range:
+        """The chunks of the receiver's that are added, with `reduce`."""
+        return self.target if self.plus is None else self.plus
+
+
 @dataclass(frozen=True, slots=True)
-class Receive:
+class Receive(Placed):
     """Wait for rank `source`, then add its `chunks` to mine (`reduce`) or replace mine by them.
 
     `into` is where in my memory they go, if not to the same chunks. `plus` names those of my chunks to which they are
@@ -59,16 +78,6 @@ class Receive:
     reduce: bool
     into: range | None = None
     plus: range | None = None
-
-    @property
-    def target(self) -> range:
-        """The chunks of mine that change."""
-        return self.chunks if self.into is None else self.into
-
-    @property
-    def addend(self) -> range:
-        """The chunks of mine that are added, with `reduce`."""
-        return self.target if self.plus is None else self.plus
 
 
 @dataclass(frozen=True, slots=True)

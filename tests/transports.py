@@ -1,0 +1,64 @@
+"""Every kind of transport under test, and how a function is run on all ranks of one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from torch_parallel.launcher import launch
+from torch_parallel.transport.local import LocalGroup
+
+TRANSPORTS = ("threads", "sequence numbers", "pipes")
+GPU_MARKS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU")]
+GPU_TRANSPORTS = ("gpu plain", "gpu triton")
+
+every_transport = pytest.mark.parametrize("kind", TRANSPORTS)
+every_transport_and_gpus = pytest.mark.parametrize(
+    "kind", [*TRANSPORTS, *(pytest.param(kind, marks=GPU_MARKS) for kind in GPU_TRANSPORTS)]
+)
+
+
+def on_all_ranks(
+    kind: str, world_size: int, function: Callable[..., Any], *arguments: Any, deadline_s: float = 20.0
+) -> list[Any]:
+    """The results of `function(transport, *arguments)`, by rank."""
+    if kind in GPU_TRANSPORTS:
+        return launch(
+            lambda communicator: function(communicator.transport, *arguments),
+            world_size,
+            threads=1,
+            deadline_s=60,  # the kernel is compiled when it is first used
+            device="cuda",
+            performer=kind.split()[1],
+        )
+    if kind != "threads":
+        return launch(
+            lambda communicator: function(communicator.transport, *arguments),
+            world_size,
+            threads=1,
+            deadline_s=deadline_s,
+            signal_pipes=kind == "pipes",
+        )
+    group = LocalGroup(world_size, deadline_s)
+    results: dict[int, Any] = {}
+    errors: list[BaseException] = []
+
+    def body(rank: int) -> None:
+        try:
+            results[rank] = function(group.transport(rank), *arguments)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(world_size)]
