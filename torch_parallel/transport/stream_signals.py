@@ -48,9 +48,8 @@ class Wait:
 class StreamSignals(Signals):
     """One flag for each kind and ordered pair of ranks. `flags[r]`, int32 in host memory that all map, is rank r's.
 
-    Signals are posted and awaited on the current stream. `waited_s` counts what the host
-    waits: it does not see a stream wait.
-    What was posted is seen when the peer's stream has got there. `deadline_s` bounds every wait.
+    Signals are posted and awaited on the current stream; what was posted is seen when the peer's stream has got there.
+    `waited_s` counts what the host waits: it does not see a stream wait. `deadline_s` bounds every wait.
     """
 
     def __init__(self, rank: int, flags: list[Tensor], device: torch.device, deadline_s: float) -> None:
@@ -101,14 +100,14 @@ class StreamSignals(Signals):
             if peer != self._rank:
                 notes[1] = self._rank + 1
         for wait in list(self.pending):
-            self.flags[self._rank][wait.word] = _signed(wait.number)
+            self.flags[self._rank][wait.word] = as_int32(wait.number)
 
     def take_out_what_is_over(self) -> None:
         while self.pending and self._has_come(self.pending[0].word, self.pending[0].number):
             self.pending.popleft()
 
     def _has_come(self, word: int, number: int) -> bool:
-        return _signed(int(self.flags[self._rank][word]) - number) >= 0
+        return as_int32(int(self.flags[self._rank][word]) - number) >= 0
 
     def _word(self, kind: int, source: int) -> int:
         return (kind * len(self._bases) + source) * WORDS
@@ -142,6 +141,6 @@ class Watchdog:
             self._signals.give_up()
 
 
-def _signed(number: int) -> int:
+def as_int32(number: int) -> int:
     """As an integer of 32 bits, which wraps around."""
     return (number + 2**31) % 2**32 - 2**31

@@ -15,6 +15,7 @@ from torch_parallel.collectives.schedule import Collective, chunk_bounds
 from torch_parallel.transport import kernel
 from torch_parallel.transport.buffer import Plan, SharedBuffer
 from torch_parallel.transport.schedule_table import Program, compile_schedule
+from torch_parallel.transport.stream_signals import as_int32
 
 FLAGS_PER_PEER = kernel.MOST_PROGRAMS
 
@@ -80,7 +81,7 @@ class TritonPerformer:
             return
         self._launched.append((self._base, doing, table.program))
         self._launch(table, buffer.local.dtype, self.settings)
-        self._base = _wrapped(self._base + table.program.signals)
+        self._base = as_int32(self._base + table.program.signals)
 
     def _launch(self, table: Table, dtype: torch.dtype, settings: Settings) -> None:
         block = settings.block_bytes // dtype.itemsize
@@ -129,8 +130,3 @@ class TritonPerformer:
 
 def _addresses(parts: list[Tensor]) -> Tensor:
     return torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64, device=parts[0].device)
-
-
-def _wrapped(number: int) -> int:
-    """As a signed integer of 32 bits."""
-    return (number + 2**31) % 2**32 - 2**31
