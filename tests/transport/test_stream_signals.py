@@ -83,6 +83,18 @@ def test_the_oldest_wait_ends_at_the_deadline(calls: Calls) -> None:
     assert int(signals.flags[1][2 * WORDS]) == 1  # the number that it waited for
 
 
+def test_who_waits_in_vain_for_one_that_gave_up_says_so(calls: Calls) -> None:
+    """Rank 0 gave up, and its stream went on for a round: that a later round of it does not come is not its fault."""
+    signals = signals_of_rank_1_of_3(deadline_s=0.3)
+    watchdog = Watchdog(signals)
+    signals.wait(READY, 0, "gradients of bucket 3", 2)
+    signals.notes[1][1] = 0 + 1
+    end_s = time.monotonic() + 10
+    while signals.pending and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert watchdog.failure == "exchanging with rank 0: it gave up waiting for another rank"
+
+
 def test_waits_that_end_in_time_are_no_failure(calls: Calls) -> None:
     """Each takes less than the deadline, all together more."""
     signals = signals_of_rank_1_of_3(deadline_s=0.4)

@@ -239,11 +239,11 @@ class CudaIpcTransport(Transport):
     def _raise_failure(self) -> None:
         failure = self._watchdog.failure
         if failure is None:
-            kernels_note, peers_note = self._stream_signals.notes[self.rank].tolist()
+            kernels_note = int(self._stream_signals.notes[self.rank][0])
             if kernels_note and self.triton is not None:
                 failure = self.triton.explain(kernels_note)
-            elif peers_note:
-                failure = f"exchanging with rank {peers_note - 1}: it gave up waiting for another rank"
+            else:
+                failure = self._stream_signals.who_gave_up()
         if failure is not None:
             self._watchdog.failure = failure  # the first one stays
             raise TransportError(f"rank {self.rank}, {failure}")

@@ -94,6 +94,11 @@ class StreamSignals(Signals):
             time.sleep(NAP_S)
         self.waited_s[came[0]] += time.monotonic() - start_s
 
+    def who_gave_up(self) -> str | None:
+        """What a peer left on this rank's notes when it gave up; None where none did."""
+        peer = int(self.notes[self._rank][1]) - 1
+        return f"exchanging with rank {peer}: it gave up waiting for another rank" if peer >= 0 else None
+
     def give_up(self) -> None:
         """Tells all peers so, and ends all waits."""
         for peer, notes in enumerate(self.notes):
@@ -137,7 +142,7 @@ class Watchdog:
         elif oldest is not None and now_s - self._oldest_since_s > self._deadline_s:
             if self.failure is None:
                 waited_s = now_s - self._oldest_since_s
-                self.failure = f"{oldest}: no signal from rank {oldest.peer} for {waited_s:.1f} s"
+                self.failure = self._signals.who_gave_up() or f"{oldest}: {silence([oldest.peer], waited_s)}"
             self._signals.give_up()
 
 
