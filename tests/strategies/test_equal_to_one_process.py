@@ -115,7 +115,9 @@ def all_strategies(communicator: Communicator, names: list[str], settings: list)
     return [many_processes(communicator, FROM_SCRATCH[name], settings) for name in names]
 
 
-def many_processes(communicator: Communicator, strategy_class: type[Strategy], settings: list) -> list[list]:
+def many_processes(
+    communicator: Communicator, strategy_class: type[Strategy], settings: list, **options: bool
+) -> list[list]:
     """For each of the settings what this rank holds after every step: rank 0 the parameters, the others digests."""
     what_to_keep = snapshot if communicator.rank == 0 else digest
     histories = []
@@ -127,6 +129,7 @@ def many_processes(communicator: Communicator, strategy_class: type[Strategy], s
             lambda named, make=make_optimizer: make([parameter for _, parameter in named]),
             communicator,
             bucket_bytes=20_000,  # several buckets
+            **options,
         )
         history = []
         for inputs, targets in samples(dtype):
@@ -139,16 +142,18 @@ def many_processes(communicator: Communicator, strategy_class: type[Strategy], s
                 )
                 if len(targets[mine]):
                     loss = cross_entropy(model(inputs[mine]), targets[mine], reduction="sum") / len(targets)
-                    loss.backward()
+                    with strategy.synchronising(last=True):
+                        loss.backward()
             strategy.step()
             history.append(what_to_keep(model))
         histories.append(history)
     return histories
 
 
-def train_everywhere(strategy_class: type[Strategy], n: int, settings: list) -> list[list[list]]:
+def train_everywhere(strategy_class: type[Strategy], n: int, settings: list, **options: bool) -> list[list[list]]:
     """By rank, setting and step."""
-    return launch(many_processes, n, strategy_class, settings, server_count=strategy_class.server_count, deadline_s=30)
+    work = partial(many_processes, **options)
+    return launch(work, n, strategy_class, settings, server_count=strategy_class.server_count, deadline_s=30)
 
 
 def digest(model_or_snapshot: nn.Module | dict[str, Tensor]) -> str:
@@ -187,6 +192,20 @@ def test_every_step_is_that_of_one_process(name: str, n: int, references: list[l
         assert largest_deviation(first[index], references[index]) <= tolerance, (model, optimizer, dtype)
         for other in others:
             assert other[index] == [digest(parameters) for parameters in first[index]], (model, optimizer, dtype)
+
+
+@pytest.mark.parametrize("name", ["ring_all_reduce", "one_shot_all_reduce", "two_shot_in_place", "param_server"])
+def test_exchanging_during_backward_changes_no_bit(name: str) -> None:
+    """Of the awkward model with Adam and the cnn in float32, in buckets, on 3 processes, some without samples."""
+    settings = [
+        (MODELS["awkward"], OPTIMIZERS["adam"], torch.float64),
+        (MODELS["cnn"], OPTIMIZERS["sgd"], torch.float32),
+    ]
+    after, during = (train_everywhere(FROM_SCRATCH[name], 3, settings, overlap=overlap) for overlap in (False, True))
+    for index in range(len(settings)):
+        digests = [digest(parameters) for parameters in after[0][index]]
+        assert [digest(parameters) for parameters in during[0][index]] == digests
+        assert during[1][index] == during[2][index] == digests
 
 
 @pytest.mark.parametrize("n", range(1, 9))

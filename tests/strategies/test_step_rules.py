@@ -45,7 +45,8 @@ def one_rank(
     for step in range(steps):
         strategy.begin_step()
         if communicator.worker_index is not None:
-            backward(model, communicator.worker_index, step)
+            with strategy.synchronising(last=True):
+                backward(model, communicator.worker_index, step)
         strategy.step()
     return {
         **{key: value.clone() for key, value in model.state_dict().items()},
@@ -62,6 +63,9 @@ def run(
     steps: int = 1,
     **options: Any,
 ) -> list[dict[str, Any]]:
+    name, _, overlapping = name.partition(" ")
+    if overlapping:
+        options["overlap"] = True
     servers = FROM_SCRATCH[name].server_count
     return launch(
         one_rank, workers + servers, name, make_model, backward, steps, options, server_count=servers, deadline_s=20
@@ -70,6 +74,7 @@ def run(
 
 # one of each kind: sums in place, in a region of the rank's own, in one memory for all ranks, on a server, in shards
 KINDS = ("ring_all_reduce", "one_shot_all_reduce", "two_shot_in_place", "param_server", "sharded_param_server")
+KINDS += ("ring_all_reduce overlapping", "two_shot_in_place overlapping", "param_server overlapping")
 every_strategy = pytest.mark.parametrize("name", KINDS)
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_parallel.bench import mpi
-from torch_parallel.bench.common import start_gloo
+from torch_parallel.bench.common import start_group
 from torch_parallel.bench.operations import ALGORITHMS, base, bus_factor, by_torch, expected
 from torch_parallel.collectives import Collective
 from torch_parallel.communicator import Communicator
@@ -89,7 +89,7 @@ def jobs_of(operations: list[str], n: int, largest_bytes: float, all_sizes: Iter
 
 def time_jobs(communicator: Communicator, jobs: list[Job], store: str) -> list[list[Timing]]:
     """The worker function: for each job the timings of gloo and of all our algorithms."""
-    start_gloo(communicator, store)
+    start_group(communicator, store)
     try:
         return [_time_job(communicator, *job) for job in jobs]
     finally:

@@ -14,11 +14,18 @@ from torch_parallel.devices import threads_per_worker
 from torch_parallel.results import RunFolder, environment
 
 
-def start_gloo(communicator: Communicator, store: str) -> None:
-    """A group of all workers, by way of a file, so that no port has to be chosen. Servers are not in it."""
+def start_group(communicator: Communicator, store: str) -> None:
+    """A process group of all workers, by way of a file, so that no port has to be chosen. Servers are not in it."""
     rank, world_size = communicator.worker_index, communicator.worker_count
+    on_gpu = communicator.device.type == "cuda"
     if rank is not None:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            device_id=communicator.device if on_gpu else None,
+        )
 
 
 def recorded(folder: RunFolder, n: int, **entries: Any) -> AbstractContextManager[None]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from torch_parallel.bench.common import recorded, save, start_gloo
+from torch_parallel.bench.common import recorded, save, start_group
 from torch_parallel.communicator import Communicator
 from torch_parallel.launcher import launch
 from torch_parallel.results import RunFolder
@@ -26,7 +26,7 @@ from torch_parallel.workloads import DATASETS, MODELS, build_model, load_dataset
 
 def time_epochs(communicator: Communicator, job: Job, repeats: int, store: str) -> dict[str, list[float]]:
     """The worker function: seconds of each epoch of the job's strategy and of DistributedDataParallel, in turns."""
-    start_gloo(communicator, store)
+    start_group(communicator, store)
     trainer, control = Trainer(communicator, job), Control(communicator, job)
     trainer.model.train()
     sides: dict[str, Callable[[int], Any]] = {job.config.strategy: trainer.train_epoch, "ddp": control.train_epoch}

@@ -2,139 +2,81 @@
 
 Each strategy takes turns with DistributedDataParallel in the same processes: the same model, samples and fused
 optimizer, some steps at a time. `--n_gpus` counts workers; a strategy's server is one process more, which idles in its
-peer's turns. Memory cannot be told apart in one process, so each side's is measured in a run of its own: the Pss of all
-its workers and servers at rest after a step (what several processes share is counted once).
+peer's turns. Memory cannot be told apart in one process, so each side's is measured in a run of its own, after a few
+steps: the Pss of all workers and servers (what several processes share is counted once), or of GPUs, which keep what
+they once needed, all that is not free on the fullest one.
+
+On GPUs each strategy that can is also told not to exchange before backward is over, and torch's profiler looks at a few
+steps of every side (`gpu_profile.py`).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
-from torch_parallel.bench.common import recorded, save, start_gloo
+from torch_parallel.bench import gpu_profile
+from torch_parallel.bench.common import recorded, save, start_group, write_table
+from torch_parallel.bench.sides import AFTER_BACKWARD, DDP, IMAGES, DdpSide, OurSide, Setting, make_side, memory_bytes
 from torch_parallel.communicator import Communicator
-from torch_parallel.devices import threads_per_worker
-from torch_parallel.gradients.buckets import NamedParameters
+from torch_parallel.devices import choose_processes, threads_per_worker
 from torch_parallel.launcher import launch
 from torch_parallel.results import RunFolder
 from torch_parallel.strategies import FROM_SCRATCH
-from torch_parallel.strategies.builtin import at_its_best
-from torch_parallel.strategies.shares import shard
-from torch_parallel.training.config import ConfigError, OneLineParser
-from torch_parallel.training.optimizers import DEFAULT_LR, OPTIMIZERS, make_optimizer
+from torch_parallel.training.config import DEVICES, PRECISIONS, ConfigError, OneLineParser
+from torch_parallel.training.optimizers import OPTIMIZERS
 
-FEATURES, CLASSES = 784, 10
 DEFAULT_STRATEGIES = ("sharded_param_server", "ring_all_reduce")
-DDP = "ddp"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What both sides train."""
-
-    parameters: int
-    batch_size: int  # of all workers together
-    optimizer: str
-
-    def make_model(self) -> nn.Module:
-        """A multi-layer perceptron of about that many parameters, three quarters of them in its two square layers."""
-        # 2 h^2 + (FEATURES + CLASSES + 3) h parameters
-        linear = FEATURES + CLASSES + 3
-        width = max(1, round((math.sqrt(linear**2 + 8 * self.parameters) - linear) / 4))
-        sizes = (FEATURES, width, width, width, CLASSES)
-        layers = [nn.Linear(inputs, outputs) for inputs, outputs in itertools.pairwise(sizes)]
-        return nn.Sequential(*(part for layer in layers[:-1] for part in (layer, nn.ReLU())), layers[-1])
-
-    def make_optimizer(self, parameters: NamedParameters) -> torch.optim.Optimizer:
-        return make_optimizer(parameters, self.optimizer, DEFAULT_LR[self.optimizer], momentum=0.9, weight_decay=0.0)
-
-    def samples(self, communicator: Communicator) -> tuple[Tensor, Tensor]:
-        """This worker's of the batch that every step takes; none on a server."""
-        generator = torch.Generator().manual_seed(1)
-        inputs = torch.randn(self.batch_size, FEATURES, generator=generator)
-        targets = torch.randint(0, CLASSES, (self.batch_size,), generator=generator)
-        mine = shard(self.batch_size, communicator.worker_index, communicator.worker_count)
-        return inputs[mine], targets[mine]
-
-
-class OurSide:
-    """One of our strategies in the plainest loop."""
-
-    def __init__(self, communicator: Communicator, setting: Setting, name: str) -> None:
-        torch.manual_seed(0)
-        self.model = setting.make_model()
-        self.inputs, self.targets = setting.samples(communicator)
-        self.batch_size = setting.batch_size
-        self.strategy = FROM_SCRATCH[name](self.model, setting.make_optimizer, communicator)
-
-    def step(self) -> None:
-        self.strategy.begin_step()
-        if len(self.targets):
-            loss = cross_entropy(self.model(self.inputs), self.targets, reduction="sum") / self.batch_size
-            loss.backward()
-        self.strategy.step()
-
-
-class DdpSide:
-    """DistributedDataParallel at its best settings, likewise; on a server, nothing."""
-
-    def __init__(self, communicator: Communicator, setting: Setting) -> None:
-        torch.manual_seed(0)
-        self.inputs, self.targets = setting.samples(communicator)
-        self.factor = communicator.worker_count / setting.batch_size  # it takes the mean over the workers
-        self.ddp: DistributedDataParallel | None = None
-        if not communicator.is_server:
-            self.model = setting.make_model()
-            self.ddp = at_its_best(self.model)
-            self.optimizer = setting.make_optimizer(list(self.model.named_parameters()))
-
-    def step(self) -> None:
-        if self.ddp is None:
-            return
-        self.optimizer.zero_grad()
-        loss = cross_entropy(self.ddp(self.inputs), self.targets, reduction="sum") * self.factor
-        loss.backward()
-        self.optimizer.step()
+PROFILED_STEPS = 3
 
 
 def time_steps(
     communicator: Communicator, setting: Setting, name: str, steps: int, repeats: int, store: str
-) -> tuple[dict[str, list[float]], float]:
-    """The worker function: seconds of a step by side and repeat, and how far the sides' parameters lie apart."""
-    start_gloo(communicator, store)
+) -> tuple[dict[str, list[float]], float, dict[str, list[gpu_profile.Work]]]:
+    """The worker function: seconds of a step by side and repeat, how far the sides' parameters lie apart, and what
+    the GPU of this rank did in a few more steps."""
+    start_group(communicator, store)
     ours, theirs = OurSide(communicator, setting, name), DdpSide(communicator, setting)
     sides: dict[str, Callable[[], None]] = {name: ours.step, DDP: theirs.step}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for repeat in range(-1, repeats):  # the first turn of each warms up
         for side, step in sides.items() if repeat % 2 else reversed(sides.items()):
             step()  # the caches hold the other side's
-            communicator.barrier()
+            _meet(communicator)
             start_s = time.perf_counter()
             for _ in range(steps):
                 step()
-            communicator.barrier()
+            _meet(communicator)
             if repeat >= 0:
                 seconds[side].append((time.perf_counter() - start_s) / steps)
-    difference = 0.0
+    difference = _difference(ours.model, theirs.model) if theirs.ddp is not None else 0.0
+    work = {}
+    if communicator.device.type == "cuda":
+        for side, step in sides.items():
+            _meet(communicator)
+            work[side] = gpu_profile.profiled(step, PROFILED_STEPS)
+    _meet(communicator)
     if theirs.ddp is not None:
         dist.destroy_process_group()
-        difference = _difference(ours.model, theirs.model)
     slowest = communicator.all_ranks(torch.tensor(list(seconds.values()), dtype=torch.float64)).amax(0)
     worst = communicator.all_ranks(torch.tensor(difference, dtype=torch.float64)).amax().item()
-    return dict(zip(seconds, slowest.tolist(), strict=True)), worst
+    return dict(zip(seconds, slowest.tolist(), strict=True)), worst, work
+
+
+def _meet(communicator: Communicator) -> None:
+    """Returns when all ranks have done all they had to do, their GPUs included."""
+    if communicator.device.type == "cuda":
+        torch.cuda.synchronize(communicator.device)
+    communicator.barrier()
 
 
 def _difference(ours: nn.Module, theirs: nn.Module) -> float:
@@ -145,50 +87,77 @@ def _difference(ours: nn.Module, theirs: nn.Module) -> float:
 
 
 def measure_memory(communicator: Communicator, setting: Setting, name: str, steps: int, store: str) -> int | None:
-    """The worker function: bytes of memory of all ranks together after some steps; None where it cannot be told."""
-    side: OurSide | DdpSide
+    """The worker function: bytes after some steps, of all ranks together, or of the fullest GPU; None if unknown."""
     if name == DDP:
-        start_gloo(communicator, store)
-        side = DdpSide(communicator, setting)
-    else:
-        side = OurSide(communicator, setting, name)
+        start_group(communicator, store)
+    side = make_side(communicator, setting, name)
     for _ in range(steps):
         side.step()
-    communicator.barrier()
-    total = communicator.all_ranks(torch.tensor(_pss_bytes())).sum().item()
-    if name == DDP:
+    _meet(communicator)
+    of_ranks = communicator.all_ranks(torch.tensor(memory_bytes(communicator.device)))
+    if name == DDP and not communicator.is_server:
         dist.destroy_process_group()
-    return int(total) or None
-
-
-def _pss_bytes() -> int:
-    """What this process has in memory, pages of several processes divided among them; 0 where it cannot be told."""
-    path = Path("/proc/self/smaps_rollup")
-    if not path.exists():
-        return 0
-    return next(1024 * int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith("Pss:"))
+    return int((of_ranks.amax() if communicator.device.type == "cuda" else of_ranks.sum()).item()) or None
 
 
 def bench_step(arguments: list[str]) -> None:
     options = _parse(arguments)
-    setting = Setting(round(options.parameters_m * 1e6), options.batch_size, options.optimizer)
-    size = sum(parameter.numel() for parameter in setting.make_model().parameters())
-    print(f"{size:,} parameters, {options.n_gpus} workers, global batch {options.batch_size}, {setting.optimizer}")
-    folder = RunFolder(options.results_dir, f"bench_step_n{options.n_gpus}")
-    entries = {"parameters": size, "batch_size": options.batch_size, "optimizer": setting.optimizer}
-    with recorded(folder, n=options.n_gpus, **entries), tempfile.TemporaryDirectory() as temporary:
-        stores = (f"{temporary}/store{index}" for index in range(1 + len(options.strategy)))
-        ddp_memory = _launch(measure_memory, options.n_gpus, 0, setting, DDP, 5, next(stores))
-        rows = []
+    _, device, _ = choose_processes(options.n_gpus, options.device)
+    setting = _setting(options)
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in setting.make_model("meta").parameters())
+    entries = {"parameters": size, **{key: value for key, value in asdict(setting).items() if key != "parameters"}}
+    print(f"{size:,} parameters, {options.n_gpus} workers on {device}, {setting}")
+    folder = RunFolder(options.results_dir, f"bench_step_{setting.model}_n{options.n_gpus}")
+    bench = _Bench(options, device, setting)
+    with recorded(folder, n=options.n_gpus, device=device, **entries):
         for name in options.strategy:
-            servers = FROM_SCRATCH[name].server_count
-            memory = _launch(measure_memory, options.n_gpus, servers, setting, name, 5, "")
-            turns = (setting, name, options.steps, options.repeats, next(stores))
-            seconds, difference = _launch(time_steps, options.n_gpus, servers, *turns)
-            rows += _rows(name, seconds, memory, ddp_memory, difference)
-    for row in rows:
+            bench.compare(name)
+            if device == "cuda" and "overlap" in FROM_SCRATCH[name].options:
+                bench.compare(name + AFTER_BACKWARD)
+    for row in bench.rows:
         print(_line(row))
-    save(folder, [{"n": options.n_gpus, **entries, **row} for row in rows])
+    if bench.work:
+        write_table(folder.path / "gpu_work.csv", bench.work)
+    save(folder, [{"n": options.n_gpus, **entries, **row} for row in bench.rows])
+
+
+class _Bench:
+    """Launches what has to be measured, and puts the rows together."""
+
+    def __init__(self, options: Any, device: str, setting: Setting) -> None:
+        self.options, self.device, self.setting = options, device, setting
+        self.rows: list[dict[str, Any]] = []
+        self.work: list[dict[str, Any]] = []
+        self.ddp_memory: int | None = self._launch(measure_memory, 0, DDP, 5)
+
+    def compare(self, name: str) -> None:
+        servers = FROM_SCRATCH[name.removesuffix(AFTER_BACKWARD)].server_count
+        memory = self._launch(measure_memory, servers, name, 5)
+        turns = (name, self.options.steps, self.options.repeats)
+        seconds, difference, work = self._launch(time_steps, servers, *turns)
+        self.rows += _rows(name, seconds, memory, self.ddp_memory, difference, work)
+        self.work += [{"side": side, "beside": name, **asdict(each)} for side in work for each in work[side]]
+
+    def _launch(self, worker_function: Callable[..., Any], servers: int, *arguments: Any) -> Any:
+        """What the first rank returns. Workers have the same threads on both sides, with a server or without."""
+        n, threads = self.options.n_gpus + servers, threads_per_worker(self.options.n_gpus)
+        how: dict[str, Any] = {"server_count": servers, "threads": threads, "deadline_s": 300, "device": self.device}
+        with tempfile.TemporaryDirectory() as temporary:
+            return launch(worker_function, n, self.setting, *arguments, f"{temporary}/store", **how)[0]
+
+
+def _setting(options: Any) -> Setting:
+    return Setting(
+        round(options.parameters_m * 1e6),
+        options.batch_size,
+        options.optimizer,
+        model=options.model,
+        image_side=options.image_side,
+        precision=options.precision,
+        compile=options.compile,
+        bucket_mb=options.bucket_mb,
+    )
 
 
 def _parse(arguments: list[str]) -> Any:
@@ -201,9 +170,15 @@ def _parse(arguments: list[str]) -> Any:
         help=f"strategies, each beside ddp (default: {' '.join(DEFAULT_STRATEGIES)})",
     )
     parser.add_argument("--n_gpus", type=int, default=2, help="workers (default: 2)")
-    parser.add_argument("--parameters_m", type=float, default=25, help="millions of parameters (default: 25)")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="where they train (default: auto)")
+    parser.add_argument("--model", choices=("mlp", *IMAGES), default="mlp", help="model (default: mlp)")
+    parser.add_argument("--parameters_m", type=float, default=25, help="millions of parameters of mlp (default: 25)")
+    parser.add_argument("--image_side", type=int, help="pixels (default: 28 for cnn, 224 for the others)")
     parser.add_argument("--batch_size", type=int, default=16, help="global (default: 16)")
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="sgd", help="fused (default: sgd)")
+    parser.add_argument("--precision", choices=PRECISIONS, default="full", help="bf16: autocast (default: full)")
+    parser.add_argument("--compile", action="store_true", help="each layer by torch.compile, on both sides")
+    parser.add_argument("--bucket_mb", type=float, default=25, help="of ours; ddp has its own (default: 25)")
     parser.add_argument("--steps", type=int, default=10, help="of each side in a turn (default: 10)")
     parser.add_argument("--repeats", type=int, default=9, help="turns of each side, one more warms up (default: 9)")
     parser.add_argument("--results_dir", default="results/runs", help="folder for a folder with the figures")
@@ -213,26 +188,27 @@ def _parse(arguments: list[str]) -> Any:
             raise ConfigError(f"--{name} {getattr(options, name)}: it must be at least 1")
     if options.batch_size < options.n_gpus:
         raise ConfigError(f"--batch_size {options.batch_size}: each of the {options.n_gpus} workers needs a sample")
-    if not 0 < options.parameters_m < math.inf:
-        raise ConfigError(f"--parameters_m {options.parameters_m}: it must be finite and > 0")
+    for name in ("parameters_m", "bucket_mb"):
+        if not 0 < getattr(options, name) < math.inf:
+            raise ConfigError(f"--{name} {getattr(options, name)}: it must be finite and > 0")
     return options
 
 
-def _launch(worker_function: Callable[..., Any], workers: int, servers: int, *arguments: Any) -> Any:
-    """What the first rank returns. Workers have the same threads on both sides, whether there is a server or not."""
-    n, threads = workers + servers, threads_per_worker(workers)
-    return launch(worker_function, n, *arguments, server_count=servers, threads=threads, deadline_s=120)[0]
-
-
 def _rows(
-    name: str, seconds: dict[str, list[float]], memory: int | None, ddp_memory: int | None, difference: float
+    name: str,
+    seconds: dict[str, list[float]],
+    memory: int | None,
+    ddp_memory: int | None,
+    difference: float,
+    work: dict[str, list[gpu_profile.Work]],
 ) -> list[dict[str, Any]]:
     """One for the strategy, one for DistributedDataParallel beside it."""
     ddp_s = statistics.median(seconds[DDP])
     rows = []
     for side, times in seconds.items():
-        pss = ddp_memory if side == DDP else memory
+        held = ddp_memory if side == DDP else memory
         lower, median_s, upper = statistics.quantiles(times, n=4) if len(times) > 1 else 3 * times
+        parts = gpu_profile.shares(work[side]) if work else {}
         rows.append(
             {
                 "side": side,
@@ -242,8 +218,9 @@ def _rows(
                 "upper_quartile_s": round(upper, 6),
                 "steps_per_s": round(1 / median_s, 3),
                 "times_faster_than_ddp": round(ddp_s / median_s, 3),
-                "pss_bytes": pss,
-                "part_of_ddps_memory": round(pss / ddp_memory, 3) if pss and ddp_memory else None,
+                "memory_bytes": held,
+                "part_of_ddps_memory": round(held / ddp_memory, 3) if held and ddp_memory else None,
+                **{f"gpu_{part}": round(share, 3) for part, share in parts.items()},
                 "difference_of_parameters": difference,
                 "all_s": times,
             }
@@ -252,9 +229,12 @@ def _rows(
 
 
 def _line(row: dict[str, Any]) -> str:
-    memory = f"{row['pss_bytes'] / 2**20:9,.0f} MiB ({row['part_of_ddps_memory']:.2f})" if row["pss_bytes"] else ""
+    memory = (
+        f"{row['memory_bytes'] / 2**20:9,.0f} MiB ({row['part_of_ddps_memory']:.2f})" if row["memory_bytes"] else ""
+    )
+    busy = f"  GPU busy {100 * row['gpu_busy']:.0f} %" if "gpu_busy" in row else ""
     return (
         f"{row['side']:22}{row['steps_per_s']:8.2f} steps/s ({row['times_faster_than_ddp']:.2f} x ddp; quartiles "
         f"{1000 * row['lower_quartile_s']:.1f} {1000 * row['median_s']:.1f} {1000 * row['upper_quartile_s']:.1f} ms)"
-        f"{memory}"
+        f"{memory}{busy}"
     )

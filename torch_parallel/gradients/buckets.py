@@ -47,6 +47,9 @@ class Bucket:
         self._cut: dict[int, list[Tensor]] = {}  # the views of each memory that was used, by its address
         self._hold(self.flat)
         self._used: set[int] = set()
+        self._awaited: set[int] = set()  # positions whose gradients the last backward of the step has not made yet
+        self._on_complete: Callable[[Bucket], None] | None = None
+        self._has_left = False
         for position, (_, parameter) in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(partial(self._accumulated, position))
 
@@ -71,9 +74,18 @@ class Bucket:
     def zero(self) -> None:
         """Ready for a new step: no parameter has a gradient. The transport must be settled: peers read this memory."""
         self._used.clear()
+        self._on_complete, self._has_left = None, False
         self._hold(self.flat)
         for _, parameter in self.parameters:
             parameter.grad = None
+
+    def await_gradients(self, on_complete: Callable[[Bucket], None]) -> None:
+        """`on_complete` is called, in the midst of the backward to come, when that has made every gradient."""
+        self._on_complete, self._awaited = on_complete, set(range(len(self.parameters)))
+
+    def leave(self) -> None:
+        """From now on, until `zero`, no gradient may come: this bucket is being exchanged."""
+        self._on_complete, self._has_left = None, True
 
     def complete(self) -> None:
         """Backward is over: what this rank has not used has a gradient of zeros, and not the last step's."""
@@ -112,6 +124,11 @@ class Bucket:
 
     def _accumulated(self, position: int, parameter: Tensor) -> None:
         """What autograd made anew, in a step's first micro-batch and where somebody cleared .grad, goes to the view."""
+        if self._has_left:
+            raise RuntimeError(
+                f"parameter {self.parameters[position][0]} got a gradient twice in one backward, after the first had "
+                "been sent to the other ranks: exchange when backward is over (--no_overlap, or overlap=False)"
+            )
         view, gradient = self.views[position], parameter.grad
         if gradient is not view:
             assert gradient is not None
@@ -121,6 +138,10 @@ class Bucket:
                 view.copy_(gradient.to_dense())
             parameter.grad = view
         self._used.add(position)
+        if self._on_complete is not None:
+            self._awaited.discard(position)
+            if not self._awaited:
+                self._on_complete(self)
 
 
 def views_of(flat: Tensor, parameters: NamedParameters) -> Iterator[Tensor]:

@@ -5,9 +5,11 @@ A new one is a class, and one line here; an all-reduce algorithm has its strateg
 
 from __future__ import annotations
 
+from torch_parallel.gradients.finite import NotFinite
 from torch_parallel.strategies.all_reduce import ALL_REDUCE_STRATEGIES, AllReduce
-from torch_parallel.strategies.base import FromScratch, NotFinite, OptimizerFactory, Strategy
+from torch_parallel.strategies.base import OptimizerFactory, Strategy
 from torch_parallel.strategies.builtin import DataParallelStrategy, DistributedDataParallelStrategy
+from torch_parallel.strategies.from_scratch import FromScratch
 from torch_parallel.strategies.param_server import ParamServer
 from torch_parallel.strategies.param_server_async import ParamServerAsync
 from torch_parallel.strategies.param_server_backup import ParamServerBackup

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch_parallel.collectives import ALL_REDUCE
 from torch_parallel.gradients.buckets import Bucket
-from torch_parallel.strategies.base import FromScratch
+from torch_parallel.strategies.from_scratch import FromScratch
 
 SAYS_IT_ALL = ("two_shot_in_place", "reduce_broadcast", "gather_scatter", "all_gather_average")
 """Algorithms whose strategies have their names; the others' end in `_all_reduce`."""
@@ -17,6 +17,7 @@ SAYS_IT_ALL = ("two_shot_in_place", "reduce_broadcast", "gather_scatter", "all_g
 class AllReduce(FromScratch):
     """Synchronous data-parallel training over one all-reduce algorithm, by its name in the registry."""
 
+    options = ("overlap",)
     algorithm: str
 
     def reduce(self, bucket: Bucket) -> None:

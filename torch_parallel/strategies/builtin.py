@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -23,8 +22,8 @@ from torch.optim import Optimizer
 
 from torch_parallel.communicator import Communicator
 from torch_parallel.gradients.buckets import NamedParameters
-from torch_parallel.status import UPDATING
-from torch_parallel.strategies.base import NotFinite, OptimizerFactory, Strategy, first_not_finite
+from torch_parallel.gradients.finite import OWN, NotFinite, first_not_finite
+from torch_parallel.strategies.base import OptimizerFactory, Strategy
 
 SAMPLED_EVERY = 10
 """DistributedDataParallel times its own exchange in one of so many steps; torch's default is 100."""
@@ -47,22 +46,23 @@ class Builtin(Strategy):
         self.optimizers[0].zero_grad()
 
     def step(self) -> None:
-        start_s = time.perf_counter()
-        self.communicator.status.phase(UPDATING)
+        with self._updating(0):
+            self._step()
+
+    def _step(self) -> None:
         gradients = [(name, each.grad) for name, each in self.parameters if each.grad is not None]
         norm = torch.nn.utils.get_total_norm([gradient for _, gradient in gradients])
         self.last_norm = norm.item()
         # a norm may overflow though no gradient does
         if not math.isfinite(self.last_norm) and (name := first_not_finite(gradients)) is not None:
             if not self.skip_not_finite:
-                raise NotFinite(f"the gradient of {name} is NaN or infinite")
+                raise NotFinite(OWN.format(name))
             self.skipped_steps += 1
             return
         if self.clip_norm is not None:
             parameters = [each for _, each in self.parameters]
             torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
         self.optimizers[0].step()
-        self._updated(0, start_s)
 
 
 class DistributedDataParallelStrategy(Builtin):
@@ -102,7 +102,7 @@ class DistributedDataParallelStrategy(Builtin):
     def step(self) -> None:
         self._steps += 1
         if self._steps % SAMPLED_EVERY == 0:
-            self.exchange_s += SAMPLED_EVERY * exposed_exchange_s(self.ddp)
+            self.exchange_clock.add(SAMPLED_EVERY * exposed_exchange_s(self.ddp))
         super().step()
 
     def close(self) -> None:

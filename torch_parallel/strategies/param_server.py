@@ -12,13 +12,13 @@ learning with the parameter server", 2014).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from torch_parallel.collectives import broadcast_from, reduce_to
 from torch_parallel.gradients.buckets import Bucket, views_of
-from torch_parallel.strategies.base import FromScratch
+from torch_parallel.strategies.from_scratch import FromScratch
 from torch_parallel.transport.buffer import SharedBuffer
 
 PUSH = reduce_to(0, root_contributes=False)
@@ -28,6 +28,7 @@ PULL = broadcast_from(0)
 class ParamServer(FromScratch):
     """The synchronous parameter server: see the module's docstring. Needs at least two ranks."""
 
+    options: ClassVar[tuple[str, ...]] = ("overlap",)
     server_count = 1
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,6 +31,7 @@ made the parameters it works on. They stay until the next answer, so beside a pu
 class Serving(ParamServer):
     """What the servers that serve as pushes come have in common. See the module's docstring."""
 
+    options: ClassVar[tuple[str, ...]] = ()
     through_host = True
     tally: Tally
 

@@ -38,7 +38,8 @@ from torch_parallel.collectives import ALL_REDUCE, DIRECT_ALL_GATHER, DIRECT_RED
 from torch_parallel.collectives.schedule import chunk_bounds
 from torch_parallel.gradients.buckets import Bucket, NamedParameters, views_of
 from torch_parallel.strategies import optimizer_state
-from torch_parallel.strategies.base import FromScratch, OptimizerFactory, norm_of
+from torch_parallel.strategies.base import OptimizerFactory
+from torch_parallel.strategies.from_scratch import FromScratch, norm_of
 from torch_parallel.strategies.optimizer_state import States
 from torch_parallel.transport.buffer import SharedBuffer
 
@@ -100,9 +101,9 @@ class ShardedParamServer(FromScratch):
         shard = self.shards[bucket.index]
         if scale is None or shard.optimizer is None:
             return
-        with self._updating(bucket):
+        with self._updating(bucket.index):
             shard.collect()
-            self._stop_if_overflown(shard.sums, ((piece.name, piece.gradient) for piece in shard.pieces))
+            self._stop_if_overflown(bucket.index, shard.sums, ((piece.name, piece.gradient) for piece in shard.pieces))
             if scale != 1.0:
                 shard.sums.mul_(scale)
             shard.optimizer.step()

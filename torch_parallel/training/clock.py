@@ -62,8 +62,8 @@ class EpochClock:
         transport = self._transport
         return _Reading(
             time.perf_counter(),
-            self._strategy.exchange_s,
-            self._strategy.update_s,
+            self._strategy.exchange_clock.total_s,
+            self._strategy.update_clock.total_s,
             list(transport.waited_s),
             list(transport.received_bytes),
         )

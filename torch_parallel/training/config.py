@@ -20,6 +20,7 @@ from torch_parallel.workloads import DATASETS, MODELS
 
 NOT_FINITE = ("stop", "skip")
 DTYPES = ("float32", "float64")
+PRECISIONS = ("full", "bf16")
 DEFAULT_EPOCHS = {"digits": 10}
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -83,6 +84,17 @@ class RunConfig:
         PERFORMERS,
     )
     dtype: str = flag("float32", "type of parameters and gradients", DTYPES)
+    precision: str = flag(
+        "full",
+        "of forward and backward: that of --dtype, or bfloat16 where torch's autocast takes it; parameters, gradients, "
+        "their sums and the optimizer's state stay float32",
+        PRECISIONS,
+    )
+    compile: bool = flag(
+        False,
+        "compile the model by torch.compile, each layer for itself, so that the exchange still overlaps with "
+        "backward; takes a minute or more at the start",
+    )
     lr_schedule: str = flag("constant", "how the learning rate falls after the warm-up", tuple(SCHEDULES))
     warmup_steps: int = flag(0, "steps over which the learning rate rises linearly")
     aggregate: str = flag(
@@ -125,6 +137,12 @@ class RunConfig:
     workers_per_node: int | None = flag(None, "workers of each emulated node (default: as --nodes and --n_gpus say)")
     nics: int = flag(1, "NICs of each emulated node, shared by its workers in equal groups; within it memory is used")
     bucket_mb: float = flag(25.0, "MiB of gradients that are exchanged together")
+    overlap: bool | None = flag(
+        None,
+        "exchange each bucket as soon as backward has made its gradients, and not when backward is over (default: on "
+        "GPUs, which do both at once)",
+        own=True,
+    )
     staleness: int = flag(0, "steps that a worker of param_server_bounded may be ahead of the slowest one", own=True)
     backup_workers: int = flag(
         0, "workers of param_server_backup that a step does not wait for: the slowest ones, whoever they are", own=True
@@ -160,6 +178,8 @@ class RunConfig:
         self._check("clip_norm", self.clip_norm is None or 0 < self.clip_norm < math.inf, "it must be finite and > 0")
         self._check("check_replicas", self.check_replicas >= 0, "it must not be < 0")
         self._check("checkpoint_every", self.checkpoint_every >= 0, "it must not be < 0")
+        why = f"it keeps parameters and gradients in float32, and not in {self.dtype}: leave one of the two out"
+        self._check("precision", self.precision == "full" or self.dtype == "float32", why)
         self._check("bucket_mb", 0 < self.bucket_mb < math.inf, "it must be finite and > 0")
         self._check("deadline_s", 0 < self.deadline_s < math.inf, "it must be finite and > 0")
         try:
@@ -171,6 +191,14 @@ class RunConfig:
     def own_options(self) -> dict[str, Any]:
         """Name and value of the flags that only some strategies take, this one among them."""
         return {name: getattr(self, name) for name in _OWN if name in STRATEGIES[self.strategy].options}
+
+    @property
+    def strategy_options(self) -> dict[str, Any]:
+        """What this strategy alone is made with. Where time is told apart, nothing overlaps unless it is asked for."""
+        taken = {name: getattr(self, name) for name in STRATEGIES[self.strategy].options}
+        if "overlap" in taken and taken["overlap"] is None and (self.trace or self.steps_csv):
+            taken["overlap"] = False
+        return taken
 
     @property
     def in_step(self) -> bool:
@@ -233,7 +261,7 @@ class RunConfig:
             default = type(self).__dataclass_fields__[name].default
             taken = self.strategy in takers or getattr(self, name) == default
             self._check(name, taken, f"{self.strategy} does not take it; give --strategy {' or '.join(takers)}")
-            self._check(name, getattr(self, name) >= 0, "it must not be < 0")
+            self._check(name, (getattr(self, name) or 0) >= 0, "it must not be < 0")
         if self.backup_workers and self.n_gpus is not None:
             workers = self.n_gpus - STRATEGIES[self.strategy].server_count
             why = f"it must be less than the number of workers, {workers}: one at least is waited for"
@@ -260,6 +288,13 @@ class OneLineParser(argparse.ArgumentParser):
         sys.exit(2)
 
 
+class _OnOrOff(argparse.Action):
+    """--name for True, --no_name for False."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, not (option or "").startswith("--no_"))
+
+
 def command_line_parser(description: str = "") -> OneLineParser:
     """A parser with one flag for each field of RunConfig, named as the field is."""
     parser = OneLineParser(
@@ -268,10 +303,16 @@ def command_line_parser(description: str = "") -> OneLineParser:
     types = get_type_hints(RunConfig)
     for each in fields(RunConfig):
         default_is_told = each.default is None
+        kind = _kinds(types[each.name])[0]
+        default = argparse.SUPPRESS if default_is_told else each.default
+        if kind is bool:
+            names = (f"--{each.name}", f"--no_{each.name}")
+            parser.add_argument(*names, action=_OnOrOff, nargs=0, default=default, help=each.metadata["help"])
+            continue
         parser.add_argument(
             f"--{each.name}",
-            type=_kinds(types[each.name])[0],
-            default=argparse.SUPPRESS if default_is_told else each.default,
+            type=kind,
+            default=default,
             choices=each.metadata["choices"],
             metavar=None if each.metadata["choices"] else each.name.split("_")[-1].upper(),
             help=each.metadata["help"],

@@ -38,6 +38,12 @@ def check(config: RunConfig) -> None:
             config.strategy != "ddp" or "x" not in (config.straggler or ""),
             "ddp waits inside of backward, which would be multiplied too: give a time, as in 3:50ms",
         ),
+        (
+            "straggler",
+            not config.overlap or "x" not in (config.straggler or ""),
+            "with --overlap backward waits for others, which would be multiplied too: give a time, as in 3:50ms",
+        ),
+        ("overlap", not config.overlap or config.steps_csv is None, "it hides what --steps_csv tells apart: take one"),
         ("compute_ms", 0 <= config.compute_ms < math.inf, "it must be finite and not < 0"),
         ("steps_csv", config.steps_csv is None or not builtin, f"what {config.strategy} waits for cannot be seen"),
         ("link", config.link is None or not builtin, unlike),

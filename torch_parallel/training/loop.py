@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from torch_parallel.strategies.tally import Tally
 from torch_parallel.training import checkpoint, emulation
 from torch_parallel.training.aggregate import divisor
 from torch_parallel.training.clock import EpochClock
+from torch_parallel.training.compiling import compile_layers
 from torch_parallel.training.config import RunConfig
 from torch_parallel.training.evaluate import count_correct
 from torch_parallel.training.optimizers import make_optimizer
@@ -94,6 +95,8 @@ class Trainer:
         saved = checkpoint.load(Path(job.resume_from)) if job.resume_from else None
         if saved is not None:
             self.model.load_state_dict(saved["model"])
+        if config.compile:
+            compile_layers(self.model)
         self.strategy = self._make_strategy()
         # Dropout and augmentation draw differently on every rank, and the same again in the next run.
         _seed(config.seed * 1_000_003 + 7919 * (communicator.rank + 1))
@@ -139,17 +142,22 @@ class Trainer:
             bucket_bytes=int(config.bucket_mb * 2**20),
             clip_norm=config.clip_norm,
             skip_not_finite=config.not_finite == "skip",
-            **{name: getattr(config, name) for name in strategy.options},
+            **config.strategy_options,
         )
 
     def train_epoch(self, epoch: int, warms_up: bool = False) -> tuple[RankEpoch, float, float]:
         """What this rank spent, the seconds of the training part, and the samples a second of all workers."""
         self.clock = EpochClock(self.strategy)
         first_sample, warm_up = self.samples_done, (0.0, self.samples_done)
+        step = 0
         for step, (indices, share) in enumerate(self._batches(epoch), start=1):
-            self._step(indices, share, step, epoch)
-            if warms_up and step == 1:
-                warm_up = (self.clock.seconds, self.samples_done)
+            with self._where(step, epoch):
+                self._step(indices, share, step, epoch)
+                if warms_up and step == 1:
+                    self.strategy.confirm()
+                    warm_up = (self.clock.seconds, self.samples_done)
+        with self._where(step, epoch):
+            self.strategy.confirm()
         train_s = self.clock.seconds
         self.samples_done = self.train_size  # what this rank did not do, others did
         if warm_up[1] == self.samples_done:  # there was one step only, or none
@@ -180,21 +188,26 @@ class Trainer:
                     with self.strategy.synchronising(last=number == config.accumulate):
                         self._forward_and_backward(micro_batch, divided_by)
             compute_ends(start_s, self.steps_done, self.communicator.device, self.slowdown, self.recorder)
-        try:
-            self.strategy.step()
-            if self.recorder:
-                self.recorder.end(epoch, step)
-            self.steps_done += 1
-            self.samples_done = share.done
-            if config.check_replicas and self.steps_done % config.check_replicas == 0:
-                with self.clock.off_the_clock():
-                    check_replicas(self.model, self.communicator)
-        except (NotFinite, ReplicasDiffer) as error:
-            where = f"in step {step} of epoch {epoch} on rank {self.communicator.rank}"
-            raise type(error)(f"{error} {where}") from None
+        self.strategy.step()
+        if self.recorder:
+            self.recorder.end(epoch, step)
+        self.steps_done += 1
+        self.samples_done = share.done
+        if config.check_replicas and self.steps_done % config.check_replicas == 0:
+            with self.clock.off_the_clock():
+                check_replicas(self.model, self.communicator)
         if config.in_step and self._checkpoint_is_due():
             with self.clock.off_the_clock():
                 self._save()
+
+    @contextmanager
+    def _where(self, step: int, epoch: int) -> Iterator[None]:
+        """What is wrong with a step is said with its number, and by whom."""
+        try:
+            yield
+        except (NotFinite, ReplicasDiffer) as error:
+            step -= getattr(error, "late", False)
+            raise type(error)(f"{error} in step {step} of epoch {epoch} on rank {self.communicator.rank}") from None
 
     def _checkpoint_is_due(self) -> bool:
         """Whether a multiple of `checkpoint_every` steps has been reached since the last one."""
@@ -203,9 +216,9 @@ class Trainer:
 
     def _forward_and_backward(self, indices: Tensor, divided_by: int) -> None:
         device = self.communicator.device
-        logits = self.strategy.forward(self._prepare(self.data["train_inputs"][indices].to(device)))
-        targets = self.data["train_targets"][indices].to(device)
-        loss_sum = cross_entropy(logits, targets, reduction="sum")
+        inputs, targets = (self.data[f"train_{what}"][indices].to(device) for what in ("inputs", "targets"))
+        with self._precision():
+            loss_sum = cross_entropy(self.strategy.forward(self._prepare(inputs)), targets, reduction="sum")
         (loss_sum * self.strategy.loss_factor / divided_by).backward()
         self.loss_sum += loss_sum.detach()
         self.samples_seen += len(indices)
@@ -247,13 +260,15 @@ class Trainer:
         broadcast_all(list(self.model.buffers()), self.communicator, root=self.communicator.first_worker)
         targets = self.data["test_targets"]
         part = shard(len(targets), self.communicator.worker_index, self.communicator.worker_count)
-        loss_sum, correct, _ = count_correct(
-            self.model, self.data["test_inputs"][part], targets[part], self._prepare, self.communicator.device
-        )
+        with self._precision():
+            loss_sum, correct, _ = count_correct(
+                self.model, self.data["test_inputs"][part], targets[part], self._prepare, self.communicator.device
+            )
         return loss_sum, correct
 
     def _save(self) -> None:
         """Rank 0, which has parameters and optimizer under every strategy, writes everybody's state to disk."""
+        self.strategy.confirm()
         self.communicator.status.phase(SAVING)
         optimizer = self.strategy.optimizer_state()
         ranks = self.communicator.gather(checkpoint.rank_state(self.model, self.loss_sum.item()))
@@ -294,6 +309,10 @@ class Trainer:
             self.loss_sum.fill_(own["loss_sum"])
         elif communicator.worker_index == 0:
             self.loss_sum.fill_(sum(rank["loss_sum"] for rank in saved["ranks"]))
+
+    def _precision(self) -> AbstractContextManager[None]:
+        autocast = torch.autocast(self.communicator.device.type, torch.bfloat16)
+        return autocast if self.config.precision == "bf16" else nullcontext()
 
     def _span(self, lane: str, name: str) -> AbstractContextManager[None]:
         return self.tracer.span(lane, name) if self.tracer else nullcontext()

@@ -29,7 +29,7 @@ class StepRecorder:
         """The step begins; what happened since the last one ended belongs to none."""
         self._start_s = time.perf_counter()
         self._waited_s = list(self._transport.waited_s)
-        self._update_s = self._strategy.update_s
+        self._update_s = self._strategy.update_clock.total_s
         self._move_s = self._reduce_s = self._compute_s = 0.0
 
     def computed(self, start_s: float) -> None:
@@ -49,7 +49,7 @@ class StepRecorder:
                 wait_s=sum(waited_for_s),
                 move_s=self._move_s,
                 reduce_s=self._reduce_s,
-                update_s=self._strategy.update_s - self._update_s,
+                update_s=self._strategy.update_clock.total_s - self._update_s,
                 waited_for_s=waited_for_s,
             )
         )

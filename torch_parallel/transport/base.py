@@ -33,6 +33,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -66,6 +67,9 @@ class Transfer:
 
 class Transport(ABC):
     """Performs schedules for one rank. See the module's docstring for the contract."""
+
+    enqueues: ClassVar[bool] = False
+    """Whether it gives everything to the current stream, and waits for nothing."""
 
     def __init__(self, rank: int, world_size: int, signals: Signals) -> None:
         self.rank = rank

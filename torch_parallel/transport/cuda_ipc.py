@@ -165,6 +165,8 @@ class CudaIpcTransport(Transport):
     what is acknowledged later, what an observer looks at, and what the kernel cannot do (`TritonPerformer`).
     """
 
+    enqueues = True
+
     def __init__(
         self, host: Transport, arena: CudaArena, device: torch.device, deadline_s: float, performer: str = "auto"
     ) -> None:

@@ -1,0 +1,110 @@
+"""When buckets leave, and in which order: buckets of one rank, and a list in the place of the exchange."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from torch_parallel.gradients.buckets import Bucket
+from torch_parallel.gradients.pipeline import Pipeline
+from torch_parallel.transport.buffer import SharedBuffer
+
+
+class Scales(nn.Module):
+    """x times some of a, b and c, in that order: gradients come in the reverse one. All are 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (Parameter(torch.ones(2)) for _ in range(3))
+
+    def forward(self, x: Tensor, names: str = "abc") -> Tensor:
+        for name in names:
+            x = x * self.get_parameter(name)
+        return x.sum()
+
+
+def share(numel: int, dtype: torch.dtype) -> SharedBuffer:
+    return SharedBuffer([torch.zeros(numel, dtype=dtype)], rank=0)
+
+
+def pipeline_of(model: nn.Module, *groups: str) -> tuple[Pipeline, list[Bucket], list[str]]:
+    """A bucket for each group of parameters, and what happens: a bucket that leaves, with its gradients' sum."""
+    log: list[str] = []
+    buckets = [
+        Bucket(index, [(name, model.get_parameter(name)) for name in group], share)
+        for index, group in enumerate(groups)
+    ]
+    for bucket in buckets:
+        bucket.zero()
+    return Pipeline(buckets, lambda each: log.append(f"{each.index}: {each.gradients.sum():g}"), None), buckets, log
+
+
+def test_a_bucket_leaves_as_soon_as_all_its_gradients_have_come() -> None:
+    """With x = [2, 3] every gradient is [2, 3]. That of c comes first, then b's, then a's."""
+    model = Scales()
+    pipeline, _, log = pipeline_of(model, "c", "ba")
+    for name in "abc":
+        model.get_parameter(name).register_post_accumulate_grad_hook(lambda each, name=name: log.append(name))
+    with pipeline.during_backward():
+        model(torch.tensor([2.0, 3.0])).backward()
+    assert log == ["0: 5", "c", "b", "1: 10", "a"]  # bucket 0 had left before b's gradient came
+    pipeline.finish()
+    assert len(log) == 5
+
+
+def test_whatever_order_gradients_come_in_buckets_leave_in_theirs() -> None:
+    """All ranks must exchange in one order, and one may use parameters in another order than its peers."""
+    model = Scales()
+    pipeline, _, log = pipeline_of(model, "a", "b", "c")
+    with pipeline.during_backward():
+        model(torch.tensor([2.0, 3.0])).backward()
+        assert log == ["0: 5", "1: 5", "2: 5"]  # all when a's has come, which is last
+
+
+def test_what_is_not_used_leaves_when_backward_is_over_and_holds_up_what_is_behind() -> None:
+    model = Scales()
+    pipeline, buckets, log = pipeline_of(model, "c", "b", "a")
+    with pipeline.during_backward():
+        model(torch.tensor([2.0, 3.0]), "ac").backward()
+    assert log == ["0: 5"]
+    pipeline.finish()
+    assert log == ["0: 5", "1: 0", "2: 5"]
+    for bucket in buckets:  # and the next step begins anew
+        bucket.zero()
+    with pipeline.during_backward():
+        model(torch.tensor([2.0, 3.0])).backward()
+    assert log[3:] == ["0: 5", "1: 5", "2: 5"]
+
+
+def test_of_several_micro_batches_only_the_last_sends() -> None:
+    model = Scales()
+    pipeline, _, log = pipeline_of(model, "c", "b", "a")
+    model(torch.tensor([2.0, 3.0])).backward()
+    assert log == []
+    with pipeline.during_backward():
+        model(torch.tensor([1.0, 1.0]), "ca").backward()
+    assert log == ["0: 7"]  # b's is complete as it is, which only the end of backward shows
+    pipeline.finish()
+    assert log == ["0: 7", "1: 5", "2: 7"]
+
+
+def test_a_rank_without_samples_sends_zeros_in_the_same_order() -> None:
+    pipeline, _, log = pipeline_of(Scales(), "c", "b", "a")
+    pipeline.finish()
+    assert log == ["0: 0", "1: 0", "2: 0"]
+
+
+def test_a_gradient_that_comes_after_its_bucket_has_left_is_an_error() -> None:
+    """As activation checkpointing that enters autograd again makes them."""
+    model = Scales()
+    pipeline, buckets, _ = pipeline_of(model, "c", "b", "a")
+    with pipeline.during_backward():
+        model(torch.tensor([2.0, 3.0])).backward()
+        with pytest.raises(RuntimeError, match=r"parameter c got a gradient twice .* --no_overlap"):
+            model(torch.tensor([2.0, 3.0]), "c").backward()
+    pipeline.finish()
+    for bucket in buckets:
+        bucket.zero()
+    model(torch.tensor([2.0, 3.0]), "c").backward()

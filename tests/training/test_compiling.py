@@ -1,0 +1,59 @@
+"""Which layers of a model are compiled. That compiled ones train alike needs a compiler of C++, or a GPU."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from torch_parallel import RunConfig, train
+from torch_parallel.training.compiling import compile_layers, layers_of
+from torch_parallel.workloads import build_model
+
+
+def test_layers_are_what_the_outermost_long_container_holds() -> None:
+    layers = [nn.Linear(2, 2) for _ in range(4)]
+    encoder = nn.Module()
+    encoder.layers, encoder.norm = nn.ModuleList(layers), nn.LayerNorm(2)
+    assert layers_of(nn.Sequential(nn.Flatten(), encoder)) == layers
+    deep = nn.Sequential(nn.Sequential(*layers), *(nn.ReLU() for _ in range(3)))
+    assert layers_of(deep) == list(deep)
+    short = nn.Sequential(*layers[:3])
+    assert layers_of(short) == [short]
+
+
+def test_names_stay_and_nothing_is_compiled_before_it_is_called() -> None:
+    model = build_model("mobilenet_v2", (1, 8, 8), 3)
+    names = list(model.state_dict())
+    assert len(layers_of(model)) == 19  # MobileNetV2's features: the first convolution, 17 blocks, the last one
+    compile_layers(model)
+    assert list(model.state_dict()) == names
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_compiled_run_ends_with_the_same_weights(tmp_path: Path) -> None:
+    weights = [
+        train(
+            RunConfig(
+                n_gpus=2,
+                device="cpu",
+                dataset="digits",
+                model="mlp",
+                train_size=16,
+                batch_size=8,
+                epochs=1,
+                dtype="float64",
+                compile=compile,
+                results_dir=str(tmp_path),
+            ),
+            make_model=partial(build_model, "mlp", (1, 8, 8), 10),
+            verbose=False,
+        ).weights
+        for compile in (False, True)
+    ]
+    for name, value in weights[0].items():
+        assert torch.linalg.vector_norm(value - weights[1][name]) <= 1e-12 * torch.linalg.vector_norm(value), name

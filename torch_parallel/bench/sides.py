@@ -1,0 +1,152 @@
+"""The two sides of a comparison of training steps: a strategy of ours, and DistributedDataParallel at its best.
+
+Both train the same model on the same samples with the same fused optimizer, in the plainest loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_parallel.communicator import Communicator
+from torch_parallel.gradients.buckets import NamedParameters
+from torch_parallel.strategies import FROM_SCRATCH
+from torch_parallel.strategies.builtin import at_its_best
+from torch_parallel.strategies.shares import shard
+from torch_parallel.training.compiling import compile_layers
+from torch_parallel.training.optimizers import DEFAULT_LR, make_optimizer
+from torch_parallel.workloads import build_model
+
+FEATURES, CLASSES = 784, 10
+IMAGES = {"cnn": (1, 28, 28), "mobilenet_v2": (3, 224, 224), "vit": (3, 224, 224)}
+"""Channels, height and width of what models other than "mlp" are fed with."""
+DDP = "ddp"
+AFTER_BACKWARD = ", after backward"
+"""Behind the name of a strategy that is told not to exchange before backward is over."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What both sides train."""
+
+    parameters: int  # of "mlp"
+    batch_size: int  # of all workers together
+    optimizer: str
+    model: str = "mlp"
+    image_side: int | None = None  # pixels, instead of those of IMAGES
+    precision: str = "full"
+    compile: bool = False
+    bucket_mb: float = 25.0
+
+    def make_model(self, device: torch.device | str = "cpu") -> nn.Module:
+        torch.manual_seed(0)
+        model = self._mlp() if self.model == "mlp" else build_model(self.model, self.image_shape, CLASSES)
+        model.to(device)
+        if self.compile:
+            compile_layers(model)
+        return model
+
+    def _mlp(self) -> nn.Module:
+        """A multi-layer perceptron of about that many parameters, three quarters of them in its two square layers."""
+        # 2 h^2 + (FEATURES + CLASSES + 3) h parameters
+        linear = FEATURES + CLASSES + 3
+        width = max(1, round((math.sqrt(linear**2 + 8 * self.parameters) - linear) / 4))
+        sizes = (FEATURES, width, width, width, CLASSES)
+        layers = [nn.Linear(inputs, outputs) for inputs, outputs in itertools.pairwise(sizes)]
+        return nn.Sequential(*(part for layer in layers[:-1] for part in (layer, nn.ReLU())), layers[-1])
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        channels, height, width = IMAGES[self.model]
+        return channels, self.image_side or height, self.image_side or width
+
+    def make_optimizer(self, parameters: NamedParameters) -> torch.optim.Optimizer:
+        return make_optimizer(parameters, self.optimizer, DEFAULT_LR[self.optimizer], momentum=0.9, weight_decay=0.0)
+
+    def samples(self, communicator: Communicator) -> tuple[Tensor, Tensor]:
+        """This worker's of the batch that every step takes, where it trains; none on a server."""
+        generator = torch.Generator().manual_seed(1)
+        shape = (FEATURES,) if self.model == "mlp" else self.image_shape
+        inputs = torch.randn(self.batch_size, *shape, generator=generator)
+        targets = torch.randint(0, CLASSES, (self.batch_size,), generator=generator)
+        mine = shard(self.batch_size, communicator.worker_index, communicator.worker_count)
+        return inputs[mine].to(communicator.device), targets[mine].to(communicator.device)
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[None]:
+        return torch.autocast(device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
+
+
+class OurSide:
+    """One of our strategies; `name` may end in AFTER_BACKWARD."""
+
+    def __init__(self, communicator: Communicator, setting: Setting, name: str) -> None:
+        self.device, self.setting = communicator.device, setting
+        self.model = setting.make_model(self.device)
+        self.inputs, self.targets = setting.samples(communicator)
+        plain_name = name.removesuffix(AFTER_BACKWARD)
+        self.strategy = FROM_SCRATCH[plain_name](
+            self.model,
+            setting.make_optimizer,
+            communicator,
+            bucket_bytes=int(setting.bucket_mb * 2**20),
+            overlap=None if name == plain_name else False,
+        )
+
+    def step(self) -> None:
+        self.strategy.begin_step()
+        if len(self.targets):
+            with self.strategy.synchronising(last=True):
+                with self.setting.autocast(self.device):
+                    loss = cross_entropy(self.model(self.inputs), self.targets, reduction="sum")
+                (loss / self.setting.batch_size).backward()
+        self.strategy.step()
+
+
+class DdpSide:
+    """DistributedDataParallel, likewise; on a server, nothing. The process group must be there."""
+
+    def __init__(self, communicator: Communicator, setting: Setting) -> None:
+        self.device, self.setting = communicator.device, setting
+        self.inputs, self.targets = setting.samples(communicator)
+        self.factor = communicator.worker_count / setting.batch_size  # it takes the mean over the workers
+        self.ddp: DistributedDataParallel | None = None
+        if not communicator.is_server:
+            self.model = setting.make_model(self.device)
+            on_gpu = self.device.type == "cuda"
+            self.ddp = at_its_best(self.model, device_ids=[self.device.index] if on_gpu else None)
+            self.optimizer = setting.make_optimizer(list(self.model.named_parameters()))
+
+    def step(self) -> None:
+        if self.ddp is None:
+            return
+        self.optimizer.zero_grad()
+        with self.setting.autocast(self.device):
+            loss = cross_entropy(self.ddp(self.inputs), self.targets, reduction="sum") * self.factor
+        loss.backward()
+        self.optimizer.step()
+
+
+def make_side(communicator: Communicator, setting: Setting, name: str) -> OurSide | DdpSide:
+    return DdpSide(communicator, setting) if name == DDP else OurSide(communicator, setting, name)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """What this process holds: of its GPU all that is not free, contexts included; else its Pss, 0 if it has none.
+
+    The Pss is its memory with the pages of several processes divided among them.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    path = Path("/proc/self/smaps_rollup")
+    if not path.exists():
+        return 0
+    return next(1024 * int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith("Pss:"))

@@ -1,0 +1,91 @@
+"""Stops a run whose gradients are NaN or infinite, and says which one is, and whose.
+
+The host looks at its own tensors at once. To ask a GPU and wait for the answer would keep the host from enqueueing the
+next step, so there the answers of a step are read when the next one begins: the host is never more than a step ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from torch_parallel.gradients.buckets import Bucket
+
+OWN = "the gradient of {} is NaN or infinite"
+SUM = "the sum of all workers' gradients of {} is infinite, though each of them is not,"
+
+Parts = Iterable[tuple[str, Tensor]]
+
+
+class NotFinite(ArithmeticError):
+    """A gradient is NaN or infinite; with `late`, one of the step before the present one."""
+
+    def __init__(self, message: str, late: bool = False) -> None:
+        super().__init__(message)
+        self.late = late
+
+
+class FiniteCheck:
+    """Looks at every bucket twice a step: at this rank's gradients, and at the sums. Raises NotFinite, sooner or later.
+
+    Later is where `device` is a GPU: of what was looked at before `end_step`, `confirm` says what there was to say.
+    """
+
+    def __init__(self, buckets: list[Bucket], device: torch.device) -> None:
+        self._buckets = buckets
+        self._later = _Answers(2 * len(buckets), device) if device.type == "cuda" else None
+
+    def look_at_own(self, bucket: Bucket) -> None:
+        """At the gradients that this rank is about to send."""
+        self._look(bucket.index, bucket.gradients, bucket.named_views(), OWN)
+
+    def look_at_sums(self, index: int, sums: Tensor, parts: Parts) -> None:
+        """At what has been summed for bucket `index`, whose named `parts` are views of `sums`."""
+        self._look(len(self._buckets) + index, sums, parts, SUM)
+
+    def _look(self, number: int, tensor: Tensor, parts: Parts, text: str) -> None:
+        finite = torch.isfinite(tensor.sum())  # one pass; a sum may also overflow, so what is found is looked at again
+        if self._later is not None:
+            self._later.put(number, finite)
+        elif not finite and (name := first_not_finite(parts)) is not None:
+            raise NotFinite(text.format(name))
+
+    def end_step(self) -> None:
+        if self._later is not None:
+            self._later.send()
+
+    def confirm(self, late: bool = False) -> None:
+        """Raises NotFinite for what the last step's looks have shown. The gradients must still be there."""
+        for number, finite in enumerate(self._later.read() if self._later is not None else []):
+            bucket = self._buckets[number % len(self._buckets)]
+            if not finite and (name := first_not_finite(bucket.named_views())) is not None:
+                raise NotFinite((OWN if number < len(self._buckets) else SUM).format(name), late)
+
+
+class _Answers:
+    """Bools that a GPU has found, and brings to the host."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._found = torch.ones(count, dtype=torch.bool, device=device)
+        self._on_host = torch.ones(count, dtype=torch.bool, pin_memory=True)
+        self._sent = torch.cuda.Event()
+
+    def put(self, number: int, answer: Tensor) -> None:
+        self._found[number] = answer
+
+    def send(self) -> None:
+        self._on_host.copy_(self._found, non_blocking=True)
+        self._sent.record()
+
+    def read(self) -> list[bool]:
+        """Those that were sent last, once they are there."""
+        self._sent.synchronize()
+        answers: list[bool] = self._on_host.tolist()
+        return answers
+
+
+def first_not_finite(parts: Parts) -> str | None:
+    """The name of the first that holds a NaN or an infinity."""
+    return next((name for name, part in parts if not torch.isfinite(part).all()), None)

@@ -1,0 +1,87 @@
+"""Buckets leave while backward still computes: each as soon as its gradients are there, in the order of the buckets.
+
+    computing     | backward of layer 3 | of layer 2 | of layer 1 |           | next step
+    exchanging                          | bucket 0   | bucket 1   | bucket 2  |
+
+Buckets are in reverse order of use, so the first is complete when backward has hardly begun. Autograd tells each of
+them when a gradient has come; a bucket that is complete leaves unless an earlier one has not left yet, so all ranks
+exchange in the same order, whatever their gradients come in. What no gradient came for leaves when backward is over.
+
+On GPUs buckets leave on a stream of their own. It waits for the gradients, and the stream that computes waits for it
+when backward is over: until then both have work. Where the host itself exchanges, it does so in the middle of backward,
+which overlaps with nothing, but finds the gradients in its caches.
+(Li et al., "PyTorch Distributed: experiences on accelerating data parallel training", 2020, section 3.2.3.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from torch_parallel.gradients.buckets import Bucket
+
+
+class Pipeline:
+    """Launches the exchange of every bucket, once a step. `launch(bucket)` is called in the same order on all ranks.
+
+    With a `stream` it is called with that as the current one, and `in_background` is true meanwhile.
+    """
+
+    def __init__(
+        self, buckets: list[Bucket], launch: Callable[[Bucket], None], stream: torch.cuda.Stream | None
+    ) -> None:
+        self.stream = stream
+        self.in_background = False
+        self._buckets = buckets
+        self._launch = launch
+        self._left = 0  # how many have left in this step: the first so many
+        self._complete: set[int] = set()
+
+    @contextmanager
+    def during_backward(self) -> Iterator[None]:
+        """Around the last backward of a step: what it completes leaves at once."""
+        for bucket in self._buckets:
+            bucket.await_gradients(self._completed)
+        yield
+
+    def finish(self) -> None:
+        """Backward is over: the rest leaves, and the current stream waits for all that has left."""
+        self._leave(len(self._buckets))
+        self._left = 0
+        self._complete.clear()
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+    def _completed(self, bucket: Bucket) -> None:
+        self._complete.add(bucket.index)
+        ready = self._left
+        while ready in self._complete:
+            ready += 1
+        self._leave(ready)
+
+    def _leave(self, stop: int) -> None:
+        """All buckets before number `stop` that have not left do so."""
+        if self._left < stop:
+            with self._on_stream():
+                while self._left < stop:
+                    bucket = self._buckets[self._left]
+                    self._left += 1
+                    bucket.leave()
+                    self._launch(bucket)
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """What is enqueued here comes after all that the current stream has been given, and runs beside what it gets
+        next."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            self.in_background = True
+            try:
+                yield
+            finally:
+                self.in_background = False

@@ -1,0 +1,210 @@
+"""What our strategies have in common: gradients in buckets that peers can read, reduced and applied bucket by bucket.
+
+A strategy says two things, for one bucket of gradients at a time:
+
+- `reduce(bucket)` brings the sum of all workers' gradients to where the update is made;
+- `update(bucket, scale)` makes it there, of `scale` times the gradient, and when it returns this rank's parameters hold
+  the next step's values. A scale of None means that the step is skipped: parameters stay as they are.
+
+Plain runs call the two back to back, bucket by bucket; with `overlap` they do so while backward is still at work on the
+other buckets (`gradients/pipeline.py`), and otherwise after it. Clipping the global norm and skipping steps that are
+not finite reduce all buckets first and agree on the scale, so that no step is half applied. They agree without a
+message: the norm of the reduced gradients comes from the same bits everywhere.
+
+Each worker's loss is the sum over its samples divided by the samples of all workers, so the plain sum of gradients is
+the gradient of the mean over the whole batch, however unevenly the batch is split. A rank without samples, a server
+among them, skips forward and backward and takes part in every exchange all the same.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torch_parallel.gradients.buckets import Bucket, NamedParameters, cut_into_buckets
+from torch_parallel.gradients.finite import FiniteCheck
+from torch_parallel.gradients.pipeline import Pipeline
+from torch_parallel.status import EXCHANGING
+from torch_parallel.strategies.base import OptimizerFactory, Strategy
+from torch_parallel.strategies.stopwatch import Stopwatch
+
+ONLY_READ_GRADIENTS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+"""Optimizers that, fused, are known to leave `.grad` as it is. Others change it, such as Nesterov's SGD vectorised."""
+
+
+class FromScratch(Strategy):
+    """A strategy of ours: gradients in buckets that peers can read, and one optimizer a bucket where updates are made.
+
+    With `overlap` buckets are exchanged during the last backward of a step, if that is wrapped in `synchronising`; by
+    default on GPUs, whose streams do the exchange. Raises ValueError for a model without trainable parameters, and for
+    `overlap` of a strategy that exchanges all at once.
+    """
+
+    one_bucket: ClassVar[bool] = False
+    """Whether all gradients of one type are exchanged together, whatever `bucket_bytes` says."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_factory: OptimizerFactory,
+        *arguments: Any,
+        overlap: bool | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, optimizer_factory, *arguments, **options)
+        if overlap and "overlap" not in self.options:
+            raise ValueError(f"{type(self).__name__} exchanges nothing before backward is over: leave overlap out")
+        groups = cut_into_buckets(model.named_parameters(), sys.maxsize if self.one_bucket else self.bucket_bytes)
+        self._frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
+        self.buckets = [Bucket(index, group, self.transport.share) for index, group in enumerate(groups)]
+        enqueues = self.transport.enqueues
+        self.overlap = enqueues and "overlap" in self.options if overlap is None else overlap
+        stream = torch.cuda.Stream(self.communicator.device) if enqueues and self.overlap else None
+        self._pipeline = Pipeline(self.buckets, self._exchange, stream)
+        self._finite = FiniteCheck(self.buckets, self.communicator.device if enqueues else torch.device("cpu"))
+        self._make_optimizers(optimizer_factory)
+
+    def _make_optimizers(self, optimizer_factory: OptimizerFactory) -> None:
+        if self.updates_here:
+            self.optimizers = [optimizer_factory(bucket.parameters) for bucket in self.buckets]
+
+    @property
+    def updates_here(self) -> bool:
+        """Whether this rank holds optimizers."""
+        return True
+
+    @abstractmethod
+    def reduce(self, bucket: Bucket) -> None:
+        """Brings the sum of all workers' gradients to where the update is made."""
+
+    @abstractmethod
+    def update(self, bucket: Bucket, scale: float | None = 1.0) -> None:
+        """Returns with the next parameters on this rank; with a scale of None, with the present ones."""
+
+    def optimized(self) -> Iterable[tuple[NamedParameters, Optimizer]]:
+        for bucket, optimizer in zip(self.buckets, self.optimizers, strict=False):
+            yield bucket.parameters, optimizer
+
+    def begin_step(self) -> None:
+        """Clears the gradients, once no peer reads the last step's any more.
+
+        Raises RuntimeError for a parameter that was frozen at set-up and is not any more: nobody would exchange it. On
+        GPUs raises NotFinite, `late`, for the last step.
+        """
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name} was frozen when the strategy was made and is trainable now: unfreeze it before, "
+                    "or make a new strategy"
+                )
+        self._finite.confirm(late=True)
+        with self._exchanging():
+            self._settle()
+        for bucket in self.buckets:
+            bucket.zero()
+
+    def synchronising(self, last: bool) -> AbstractContextManager[None]:
+        return self._pipeline.during_backward() if last and self.overlap else nullcontext()
+
+    def step(self) -> None:
+        """Exchanges all gradients, unless they overlapped with backward, and updates all parameters.
+
+        Without overlap, and but on GPUs, raises NotFinite before anything is exchanged, unless such steps are to be
+        skipped.
+        """
+        if not self.overlap and not self.skip_not_finite:
+            self._stop_if_not_finite()
+        with self._waiting_for_background():
+            self._pipeline.finish()
+        if not self._bucket_by_bucket:
+            scale = self._agreed_scale()
+            for bucket in self.buckets:
+                self.update(bucket, scale)
+        self._finite.end_step()
+
+    def confirm(self) -> None:
+        super().confirm()
+        self._finite.confirm()
+
+    @property
+    def _bucket_by_bucket(self) -> bool:
+        """Whether a bucket can be updated before all have been reduced."""
+        return self.clip_norm is None and not self.skip_not_finite
+
+    def _exchange(self, bucket: Bucket) -> None:
+        if self.overlap and not self.skip_not_finite:
+            self._look_at_own(bucket)
+        self.reduce(bucket)
+        if self._bucket_by_bucket:
+            self.update(bucket)
+
+    def _settle(self) -> None:
+        """Returns when the gradients of this step may be written."""
+        self.transport.settle()
+
+    def _stop_if_not_finite(self) -> None:
+        for bucket in self.buckets:
+            self._look_at_own(bucket)
+
+    def _look_at_own(self, bucket: Bucket) -> None:
+        bucket.complete()
+        self._finite.look_at_own(bucket)
+
+    def _agreed_scale(self) -> float | None:
+        """What the reduced gradients are multiplied by; None where they are not finite and the step is skipped."""
+        if not self.updates_here:
+            return 1.0
+        self.last_norm = norm = self._norm_of_sums()
+        if not math.isfinite(norm) and self.skip_not_finite:
+            self.skipped_steps += 1
+            return None
+        # as torch.nn.utils.clip_grad_norm_ does
+        return 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + 1e-6))
+
+    def _norm_of_sums(self) -> float:
+        """The norm of the reduced gradients, the same bits wherever it is asked for."""
+        return norm_of([bucket.result[: bucket.numel] for bucket in self.buckets])
+
+    def _optimize(self, bucket: Bucket, scale: float) -> None:
+        optimizer = self.optimizers[bucket.index]
+        fused = all(group.get("fused") for group in optimizer.param_groups)
+        only_reads = scale == 1.0 and fused and type(optimizer) in ONLY_READ_GRADIENTS
+        with self._exchanging():
+            self._settle()  # from here on the gradients may be written: by the scale, and by some optimizers
+        with self._updating(bucket.index):
+            bucket.collect(copy=self.common_sums and self.transport.world_size > 1 and not only_reads)
+            self._stop_if_overflown(bucket.index, bucket.gradients, bucket.named_views())
+            if scale != 1.0:
+                bucket.gradients.mul_(scale)
+            optimizer.step()
+
+    def _stop_if_overflown(self, index: int, sums: Tensor, parts: Iterable[tuple[str, Tensor]]) -> None:
+        if not self.skip_not_finite:
+            self._finite.look_at_sums(index, sums, parts)
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        self.communicator.status.phase(EXCHANGING)
+        with self._measured_by(self.exchange_clock):
+            yield
+
+    def _waiting_for_background(self) -> AbstractContextManager[None]:
+        """What has left during backward and is not over when backward is counts as exchange."""
+        return self._exchanging() if self._pipeline.stream is not None else nullcontext()
+
+    def _measured_by(self, clock: Stopwatch) -> AbstractContextManager[None]:
+        return nullcontext() if self._pipeline.in_background else super()._measured_by(clock)
+
+
+def norm_of(tensors: list[Tensor]) -> float:
+    """The norm of all of them together, in float64, whose range holds the squares of any float32."""
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
