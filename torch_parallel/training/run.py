@@ -17,7 +17,7 @@ from torch_parallel import preflight
 from torch_parallel.devices import choose_processes
 from torch_parallel.launcher import launch
 from torch_parallel.results import RunFolder, environment
-from torch_parallel.strategies import STRATEGIES
+from torch_parallel.strategies import BUILTIN, STRATEGIES
 from torch_parallel.trace import write_chrome_trace
 from torch_parallel.training import checkpoint, emulation
 from torch_parallel.training.config import ConfigError, RunConfig
@@ -110,7 +110,10 @@ def train(
         )
     if config.trace:
         write_chrome_trace([event for result in results for event in result["events"]], config.trace)
-        display.say(f"trace in {config.trace}: open it in ui.perfetto.dev")
+        without = (
+            f" ({config.strategy} exchanges by torch's own means: not in it)" if config.strategy in BUILTIN else ""
+        )
+        display.say(f"trace in {config.trace}: open it in ui.perfetto.dev{without}")
     first_worker = results[servers]
     return TrainingRun(first_worker["history"], first_worker["weights"], str(folder.path))
 

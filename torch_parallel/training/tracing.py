@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from torch_parallel.communicator import Communicator
 from torch_parallel.strategies import Strategy
 from torch_parallel.trace import Event
@@ -17,15 +19,18 @@ class Tracer:
 
     def __init__(self, communicator: Communicator, strategy: Strategy) -> None:
         self.rank = communicator.rank
+        self._device = communicator.device
         self.events: list[Event] = []
         strategy.transport.observer = self._transfer
         strategy.on_update = self._update
 
     @contextmanager
     def span(self, lane: str, name: str) -> Iterator[None]:
-        """An event that lasts as long as the block."""
+        """An event that lasts as long as the block, and what it gives to a GPU."""
         start_s = time.perf_counter()
         yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         self.events.append(Event(self.rank, lane, name, start_s, time.perf_counter()))
 
     def _transfer(self, transfer: Transfer) -> None:
