@@ -96,6 +96,31 @@ def test_digits_split_is_the_same_in_every_run_and_disjoint() -> None:
     assert len({tuple(image) for image in images.tolist()}) == 1797  # no image is there twice, so none is in both parts
 
 
+def test_synthetic() -> None:
+    synthetic, line = load_dataset("synthetic", None, None, seed=0)
+    assert line.startswith("synthetic from random numbers: made up, nothing can be learnt from it")
+    assert (synthetic.image_shape, synthetic.class_count) == ((3, 224, 224), 1000)
+    assert (len(synthetic.train_inputs), len(synthetic.test_inputs)) == (1024, 128)
+    assert synthetic.train_inputs.dtype == torch.uint8 and synthetic.train_inputs.is_contiguous()
+    assert synthetic.train_inputs.nbytes == 154_140_672
+    counts = torch.bincount(synthetic.train_inputs.flatten(), minlength=256)
+    assert abs(counts / 602_112 - 1).max() < 0.01  # each value as often as any other: five deviations are 0.0064
+    for targets in (synthetic.train_targets, synthetic.test_targets):
+        assert targets.dtype == torch.int64 and int(targets.min()) >= 0 and int(targets.max()) < 1000
+    assert len(synthetic.train_targets.unique()) > 600  # of 1,000: 641 are expected
+    fed = synthetic.normalize(synthetic.test_inputs, torch.float32)
+    assert abs(fed.mean().item()) < 1e-3 and abs(fed.std().item() - 1) < 1e-3
+
+
+def test_synthetic_is_the_same_in_every_run_and_leaves_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    first, again = DATASETS["synthetic"]([]), load_dataset("synthetic", None, None, seed=7)[0]
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(first.train_inputs, again.train_inputs) and torch.equal(first.test_targets, again.test_targets)
+    assert first.train_inputs[0, 0, 0, :4].tolist() == [47, 170, 196, 151]
+    assert not Path("data").exists()
+
+
 def test_without_a_name_and_without_network_it_is_digits_and_says_why() -> None:
     digits, line = load_dataset(None, None, 100, seed=0)
     assert digits.name == "digits" and len(digits.train_inputs) == 100 and len(digits.test_inputs) == 360
@@ -117,7 +142,7 @@ def test_a_named_data_set_that_cannot_be_had_names_the_remedies(name: str) -> No
 
 
 def test_an_unknown_name_lists_the_choices() -> None:
-    with pytest.raises(DataError, match="no data set 'imagenet'; choose from mnist, cifar10, digits"):
+    with pytest.raises(DataError, match="no data set 'imagenet'; choose from mnist, cifar10, digits, synthetic"):
         load_dataset("imagenet", None, None, seed=0)
 
 

@@ -14,12 +14,14 @@ from torch_parallel.workloads.cifar10 import load_cifar10
 from torch_parallel.workloads.dataset import DataError, DataNotFound, Dataset
 from torch_parallel.workloads.digits import load_digits
 from torch_parallel.workloads.mnist import load_mnist
+from torch_parallel.workloads.synthetic import load_synthetic
 
 # A loader is given the folders to look in; a download goes to the first. It raises DataNotFound if there is nothing.
 DATASETS: dict[str, Callable[[Sequence[Path]], Dataset]] = {
     "mnist": load_mnist,
     "cifar10": load_cifar10,
     "digits": load_digits,
+    "synthetic": load_synthetic,
 }
 
 FOLDER_VARIABLE = "TORCH_PARALLEL_DATA"

@@ -1,14 +1,16 @@
-"""Every model, by name: three sizes of image classifier that work for any image of 4 x 4 pixels or more.
+"""Every model, by name: four sizes of image classifier. All but vit work for any image of 4 x 4 pixels or more.
 
 Parameters for MNIST's [1, 28, 28] and ten classes:
 
     mlp             235,146     three linear layers, two of which hold nearly everything
     cnn             107,786     LeNet: a few tensors of very different sizes, the usual example
     mobilenet_v2  2,236,106     158 small tensors, with BatchNorm and dropout: what exchanging in buckets is for
+    vit         113,467,402     a transformer: large layers, all alike; for GPUs and images as large as ImageNet's
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -83,14 +85,53 @@ def _stages(side: int) -> list[list[int]]:
     return stages
 
 
-MODELS: dict[str, Callable[[ImageShape, int], nn.Module]] = {"mlp": mlp, "cnn": cnn, "mobilenet_v2": mobilenet_v2}
+VIT_LAYERS, VIT_WIDTH = 16, 768
+
+
+def vit(image_shape: ImageShape, class_count: int) -> nn.Module:
+    """torchvision's vision transformer (Dosovitskiy et al., 2021, arXiv:2010.11929): ViT-Base with 16 layers, not 12.
+
+    Width 768, 12 heads, 3072 in the middle of each MLP, no dropout. An image is cut into patches of p x p pixels:
+    p is 16 where a side has 64 pixels or more, 4 from 16 pixels on, and 2 below.
+    113,408,256 + 768 * (p*p*C + (H/p)*(W/p) + 2) + 769 * class_count parameters: 114,919,144 for ImageNet's
+    [3, 224, 224] and 1,000 classes. Raises ValueError for images that are not square or that p does not divide.
+    """
+    from torchvision.models import VisionTransformer
+
+    channels, height, width = image_shape
+    patch = _patch_side(width)
+    if height != width or width % patch:
+        raise ValueError(
+            f"no vit for images {image_shape} (channels, height, width): it takes square ones, and cuts these into "
+            f"patches of {patch} x {patch} pixels"
+        )
+    model: nn.Module = VisionTransformer(width, patch, VIT_LAYERS, 12, VIT_WIDTH, 3072, num_classes=class_count)
+    if channels != 3:
+        first = nn.Conv2d(channels, VIT_WIDTH, kernel_size=patch, stride=patch)
+        nn.init.trunc_normal_(first.weight, std=math.sqrt(1 / (channels * patch**2)))  # as torchvision does for three
+        nn.init.zeros_(first.bias)  # type: ignore[arg-type]
+        model.register_module("conv_proj", first)
+    return model
+
+
+def _patch_side(side: int) -> int:
+    """4 x 4 to 16 x 16 patches for the usual sides of 8, 28, 32, 64, 224 and 256 pixels."""
+    return 16 if side >= 64 else 4 if side >= 16 else 2
+
+
+MODELS: dict[str, Callable[[ImageShape, int], nn.Module]] = {
+    "mlp": mlp,
+    "cnn": cnn,
+    "mobilenet_v2": mobilenet_v2,
+    "vit": vit,
+}
 
 
 def build_model(name: str, image_shape: ImageShape, class_count: int) -> nn.Module:
     """A freshly initialised model that maps [b, C, H, W] to [b, class_count] logits; `image_shape` is (C, H, W).
 
     The weights come from torch's global generator: seed it first. Raises ValueError for an unknown name, an image with
-    a side below 4 pixels, or no channel or class.
+    a side below 4 pixels, no channel or class, and an image that vit cannot cut into patches.
     """
     if name not in MODELS:
         raise ValueError(f"there is no model {name!r}; choose from {', '.join(MODELS)}")
