@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
+from torch_parallel.gradients import buckets
 from torch_parallel.gradients.buckets import Bucket, cut_into_buckets, views_of
 from torch_parallel.transport.buffer import SharedBuffer
 
@@ -145,11 +146,15 @@ def test_sums_that_lie_elsewhere() -> None:
     bucket.zero()
     assert used.grad is None
     (7 * used).sum().backward()
+    bucket.complete()
     assert used.grad is not None and used.grad.tolist() == [7, 7]
     assert used.grad.data_ptr() == bucket.shared.local.data_ptr() == bucket.gradients.data_ptr()
 
 
-def test_micro_batches_add_up() -> None:
+@pytest.mark.parametrize("small_bytes", [0, 1 << 20])
+def test_micro_batches_add_up(small_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether gradients go to the buffer one by one or together."""
+    monkeypatch.setattr(buckets, "SMALL_BYTES", small_bytes)
     weight = Parameter(torch.tensor([0.0]))
     bucket = Bucket(0, named(weight), share)
     bucket.zero()
@@ -159,13 +164,16 @@ def test_micro_batches_add_up() -> None:
     assert bucket.shared.local.tolist() == [7, 1]
 
 
-def test_a_cleared_grad_is_found_again() -> None:
+@pytest.mark.parametrize("small_bytes", [0, 1 << 20])
+def test_a_cleared_grad_is_found_again(small_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """optimizer.zero_grad() sets .grad to None; the next backward then makes a tensor outside the buffer."""
+    monkeypatch.setattr(buckets, "SMALL_BYTES", small_bytes)
     weight = Parameter(torch.tensor([2.0]))
     bucket = Bucket(0, named(weight), share)
     bucket.zero()
     weight.grad = None
     (weight * 3).sum().backward()
+    bucket.complete()
     assert bucket.gradients.tolist() == [3]
     assert weight.grad is not None and weight.grad.data_ptr() == bucket.flat.data_ptr()
 
@@ -177,6 +185,7 @@ def test_non_contiguous_and_expanded_gradients(dtype: torch.dtype) -> None:
     bucket.zero()
     weights = torch.arange(6, dtype=dtype).view(3, 2)
     ((matrix.t() * weights).sum() + wide.sum()).backward()  # one arrives transposed, one with stride 0
+    bucket.complete()
     assert bucket.gradients.tolist() == [0, 2, 4, 1, 3, 5, 1, 1, 1]
 
 
@@ -185,4 +194,5 @@ def test_sparse_gradients_are_added_into_the_dense_buffer() -> None:
     bucket = Bucket(0, list(embedding.named_parameters()), share)
     bucket.zero()
     embedding(torch.tensor([1, 1, 3])).sum().backward()
+    bucket.complete()
     assert bucket.gradients.view(4, 2).tolist() == [[0, 0], [2, 2], [0, 0], [1, 1]]

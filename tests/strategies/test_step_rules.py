@@ -74,11 +74,12 @@ def run(
 
 # one of each kind: sums in place, in a region of the rank's own, in one memory for all ranks, on a server, in shards
 KINDS = ("ring_all_reduce", "one_shot_all_reduce", "two_shot_in_place", "param_server", "sharded_param_server")
-KINDS += ("ring_all_reduce overlapping", "two_shot_in_place overlapping", "param_server overlapping")
+OVERLAPPING = ("ring_all_reduce overlapping", "two_shot_in_place overlapping", "param_server overlapping")
 every_strategy = pytest.mark.parametrize("name", KINDS)
+overlapping_too = pytest.mark.parametrize("name", KINDS + OVERLAPPING)
 
 
-@every_strategy
+@overlapping_too
 @pytest.mark.parametrize(
     ("shards", "mean"),
     [
@@ -101,7 +102,7 @@ def test_the_gradient_is_the_mean_over_all_samples(name: str, shards: list[list[
         assert held["w"].item() == pytest.approx(-mean, abs=1e-12)
 
 
-@every_strategy
+@overlapping_too
 def test_when_a_worker_runs_out_of_samples_the_others_divide_by_what_is_left(name: str) -> None:
     """loss = w * x; first step x = 1 and 2, second step only x = 1: gradients 1.5, then 1.0."""
     shards = [[[1.0], [2.0]], [[1.0], []]]
@@ -128,7 +129,7 @@ def test_accumulated_micro_batches_are_exchanged_once(name: str) -> None:
         assert held["w"].item() == -3.0
 
 
-@every_strategy
+@overlapping_too
 def test_two_workers_with_one_gradient_take_one_step_not_two(name: str) -> None:
     """f = (w - 3)^2 / 2 from w = 0 with lr 0.1: 0.3; a sum instead of a mean would give 0.6."""
 
@@ -156,7 +157,7 @@ def test_the_norm_is_clipped_after_averaging(name: str) -> None:
     assert updating == [pytest.approx(2.5, abs=1e-15)] * len(updating)
 
 
-@every_strategy
+@overlapping_too
 def test_a_small_norm_is_not_changed_by_clipping(name: str) -> None:
     for each in run(name, 2, clipped, make_model=lambda: Weight(2), clip_norm=100.0):
         assert each["w"].tolist() == [-1.5, -2.0]
@@ -199,7 +200,7 @@ class TwoLayers(nn.Module):
         self.b = nn.Parameter(torch.tensor([12.0], dtype=torch.float64))
 
 
-@every_strategy
+@overlapping_too
 def test_the_norm_is_over_all_buckets(name: str) -> None:
     """Gradients [3, 4] and [12] in two buckets: the norm is 13, and everything is scaled by one factor."""
 
@@ -217,13 +218,13 @@ def not_finite(model: nn.Module, worker: int, step: int) -> None:
     (model.w * x / 2).sum().backward()
 
 
-@every_strategy
+@overlapping_too
 def test_a_gradient_that_is_not_finite_ends_the_run(name: str) -> None:
     with pytest.raises(WorkerFailure, match="the gradient of w is NaN or infinite"):
         run(name, 2, not_finite, steps=3)
 
 
-@every_strategy
+@overlapping_too
 def test_or_all_ranks_skip_that_step(name: str) -> None:
     """Three steps of gradient 1 of which the second is skipped by all, its momentum too: 0.5 + ... by hand below."""
     held = run(name, 2, not_finite, steps=3, skip_not_finite=True, momentum=0.5)
@@ -243,14 +244,14 @@ def single() -> nn.Module:
     return Weight(3).float()
 
 
-@every_strategy
+@overlapping_too
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}])
 def test_a_sum_that_overflows_ends_the_run_though_each_gradient_is_finite(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(WorkerFailure, match="the sum of all workers' gradients of w is infinite"):
         run(name, 2, huge(3e38), make_model=single, **options)
 
 
-@every_strategy
+@overlapping_too
 def test_or_all_skip_it(name: str) -> None:
     for held in run(name, 2, huge(3e38), make_model=single, skip_not_finite=True):
         assert held["w"].tolist() == [0, 0, 0]
@@ -271,7 +272,7 @@ class PartlyUsed(nn.Module):
         self.never = nn.Parameter(torch.tensor(7.0))
 
 
-@every_strategy
+@overlapping_too
 def test_a_parameter_that_only_one_worker_uses(name: str) -> None:
     """loss = a + b on worker 0, a on worker 1: gradients 1 and 0.5 on both; what nobody uses is left alone."""
 
@@ -282,7 +283,7 @@ def test_a_parameter_that_only_one_worker_uses(name: str) -> None:
         assert (held["a"].item(), held["b"].item(), held["never"].item()) == (-1.0, -0.5, 7.0)
 
 
-@every_strategy
+@overlapping_too
 def test_a_worker_that_uses_nothing(name: str) -> None:
     def backward(model: nn.Module, worker: int, step: int) -> None:
         if worker == 0:
@@ -315,7 +316,7 @@ def test_all_ranks_start_from_rank_0s_parameters_and_buffers(name: str) -> None:
             assert torch.equal(other[key], first[key])
 
 
-@every_strategy
+@overlapping_too
 def test_freezing_later_works_and_unfreezing_later_is_refused(name: str) -> None:
     def freeze(model: nn.Module, worker: int, step: int) -> None:
         if step == 1:
@@ -357,7 +358,7 @@ def test_models_that_differ_between_ranks_are_refused_by_name(name: str) -> None
     assert "set up weight [2, 3]" in str(failure.value)
 
 
-@every_strategy
+@overlapping_too
 def test_sums_do_not_depend_on_who_comes_first(name: str) -> None:
     """1e8 + 1 - 1e8 + 1 in float32 is 1 or 2, by the order: ranks that sleep at random must not change the bits."""
     values = [1e8, 1.0, -1e8, 1.0]
@@ -383,6 +384,7 @@ def test_gradients_live_in_the_buffers_that_peers_read(name: str) -> None:
         )
         strategy.begin_step()
         model.w.sum().backward()
+        strategy.buckets[0].complete()
         return model.w.grad.data_ptr() == strategy.buckets[0].shared.local.data_ptr()
 
     servers = FROM_SCRATCH[name].server_count

@@ -1,8 +1,9 @@
 """Gradients that are exchanged together lie together: flat buffers that peers can read, with every `.grad` a view.
 
 Autograd makes each gradient in memory of its own; it is copied into its view at once, and what further micro-batches
-bring is added there, which is cheaper than to let autograd add to zeros. So after backward a bucket is ready to be
-exchanged as it is; nothing is packed.
+bring is added there, which is cheaper than to let autograd add to zeros. Small ones are left where they are until the
+bucket is complete, and then copied together: to launch a copy costs more than to make it. So after backward a bucket is
+ready to be exchanged as it is; nothing is packed.
 
 Behind the gradients a bucket has one element for each parameter, 1 where this rank used it in this step. The exchange
 sums these too, so every rank learns, at no extra message, which parameters nobody used: those have `grad = None` at the
@@ -22,6 +23,10 @@ from torch_parallel.transport.buffer import SharedBuffer
 
 NamedParameters = list[tuple[str, Parameter]]
 Share = Callable[[int, torch.dtype], SharedBuffer]
+
+
+SMALL_BYTES = 1 << 20
+"""Gradients of at most this size are copied together."""
 
 
 class Bucket:
@@ -47,6 +52,7 @@ class Bucket:
         self._cut: dict[int, list[Tensor]] = {}  # the views of each memory that was used, by its address
         self._hold(self.flat)
         self._used: set[int] = set()
+        self._loose: dict[int, Tensor] = {}  # small gradients, by position, that are not in their views yet
         self._awaited: set[int] = set()  # positions whose gradients the last backward of the step has not made yet
         self._on_complete: Callable[[Bucket], None] | None = None
         self._has_left = False
@@ -74,6 +80,7 @@ class Bucket:
     def zero(self) -> None:
         """Ready for a new step: no parameter has a gradient. The transport must be settled: peers read this memory."""
         self._used.clear()
+        self._loose.clear()
         self._on_complete, self._has_left = None, False
         self._hold(self.flat)
         for _, parameter in self.parameters:
@@ -84,14 +91,22 @@ class Bucket:
         self._on_complete, self._awaited = on_complete, set(range(len(self.parameters)))
 
     def leave(self) -> None:
-        """From now on, until `zero`, no gradient may come: this bucket is being exchanged."""
+        """It is complete, and from now on, until `zero`, no gradient may come: it is being exchanged."""
+        self.complete()
         self._on_complete, self._has_left = None, True
 
     def complete(self) -> None:
-        """Backward is over: what this rank has not used has a gradient of zeros, and not the last step's."""
-        for position, view in enumerate(self.views):
-            if position not in self._used:
-                view.zero_()
+        """All gradients are in their views; what this rank has not used has zeros, and not the last step's."""
+        if self._loose:
+            dense = [gradient.to_dense() for gradient in self._loose.values()]
+            torch._foreach_copy_([self.views[position] for position in self._loose], dense)
+            for position in self._loose:
+                self.parameters[position][1].grad = self.views[position]
+            self._loose.clear()
+        if not self._used_all:
+            for position, view in enumerate(self.views):
+                if position not in self._used:
+                    view.zero_()
 
     def publish(self) -> None:
         """The gradients of this rank are complete: marks what it used and lets peers see it."""
@@ -130,13 +145,18 @@ class Bucket:
                 "been sent to the other ranks: exchange when backward is over (--no_overlap, or overlap=False)"
             )
         view, gradient = self.views[position], parameter.grad
-        if gradient is not view:
+        if gradient is not view and gradient is not self._loose.get(position):
             assert gradient is not None
-            if position in self._used:
+            if position in self._loose:
+                parameter.grad = self._loose[position] = self._loose[position] + gradient
+            elif position in self._used:
                 view.add_(gradient)
+                parameter.grad = view
+            elif view.nbytes <= SMALL_BYTES:
+                self._loose[position] = gradient
             else:
                 view.copy_(gradient.to_dense())
-            parameter.grad = view
+                parameter.grad = view
         self._used.add(position)
         if self._on_complete is not None:
             self._awaited.discard(position)

@@ -6,6 +6,7 @@ next step, so there the answers of a step are read when the next one begins: the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -35,7 +36,7 @@ class FiniteCheck:
 
     def __init__(self, buckets: list[Bucket], device: torch.device) -> None:
         self._buckets = buckets
-        self._later = _Answers(2 * len(buckets), device) if device.type == "cuda" else None
+        self._later = _Sums(2 * len(buckets), device) if device.type == "cuda" else None
 
     def look_at_own(self, bucket: Bucket) -> None:
         """At the gradients that this rank is about to send."""
@@ -46,10 +47,10 @@ class FiniteCheck:
         self._look(len(self._buckets) + index, sums, parts, SUM)
 
     def _look(self, number: int, tensor: Tensor, parts: Parts, text: str) -> None:
-        finite = torch.isfinite(tensor.sum())  # one pass; a sum may also overflow, so what is found is looked at again
+        # The sum, in one pass; it may also overflow, so what is found is looked at again.
         if self._later is not None:
-            self._later.put(number, finite)
-        elif not finite and (name := first_not_finite(parts)) is not None:
+            self._later.put_sum(number, tensor)
+        elif not math.isfinite(tensor.sum()) and (name := first_not_finite(parts)) is not None:
             raise NotFinite(text.format(name))
 
     def end_step(self) -> None:
@@ -58,32 +59,32 @@ class FiniteCheck:
 
     def confirm(self, late: bool = False) -> None:
         """Raises NotFinite for what the last step's looks have shown. The gradients must still be there."""
-        for number, finite in enumerate(self._later.read() if self._later is not None else []):
+        for number, total in enumerate(self._later.read() if self._later is not None else []):
             bucket = self._buckets[number % len(self._buckets)]
-            if not finite and (name := first_not_finite(bucket.named_views())) is not None:
+            if not math.isfinite(total) and (name := first_not_finite(bucket.named_views())) is not None:
                 raise NotFinite((OWN if number < len(self._buckets) else SUM).format(name), late)
 
 
-class _Answers:
-    """Bools that a GPU has found, and brings to the host."""
+class _Sums:
+    """Sums that a GPU makes, and brings to the host."""
 
     def __init__(self, count: int, device: torch.device) -> None:
-        self._found = torch.ones(count, dtype=torch.bool, device=device)
-        self._on_host = torch.ones(count, dtype=torch.bool, pin_memory=True)
+        self._sums = torch.zeros(count, device=device)
+        self._on_host = torch.zeros(count, pin_memory=True)
         self._sent = torch.cuda.Event()
 
-    def put(self, number: int, answer: Tensor) -> None:
-        self._found[number] = answer
+    def put_sum(self, number: int, tensor: Tensor) -> None:
+        torch.sum(tensor, dim=0, dtype=torch.float32, out=self._sums[number])
 
     def send(self) -> None:
-        self._on_host.copy_(self._found, non_blocking=True)
+        self._on_host.copy_(self._sums, non_blocking=True)
         self._sent.record()
 
-    def read(self) -> list[bool]:
+    def read(self) -> list[float]:
         """Those that were sent last, once they are there."""
         self._sent.synchronize()
-        answers: list[bool] = self._on_host.tolist()
-        return answers
+        sums: list[float] = self._on_host.tolist()
+        return sums
 
 
 def first_not_finite(parts: Parts) -> str | None:

@@ -67,7 +67,8 @@ class FromScratch(Strategy):
         self.buckets = [Bucket(index, group, self.transport.share) for index, group in enumerate(groups)]
         enqueues = self.transport.enqueues
         self.overlap = enqueues and "overlap" in self.options if overlap is None else overlap
-        stream = torch.cuda.Stream(self.communicator.device) if enqueues and self.overlap else None
+        # Of high priority: whatever it is given comes before the rest of backward, which has all the time to catch up.
+        stream = torch.cuda.Stream(self.communicator.device, priority=-1) if enqueues and self.overlap else None
         self._pipeline = Pipeline(self.buckets, self._exchange, stream)
         self._finite = FiniteCheck(self.buckets, self.communicator.device if enqueues else torch.device("cpu"))
         self._make_optimizers(optimizer_factory)

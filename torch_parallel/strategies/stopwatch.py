@@ -20,6 +20,7 @@ class Stopwatch:
         self._on_gpu = device.type == "cuda"
         self._total_s = 0.0
         self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._idle: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @property
     def total_s(self) -> float:
@@ -39,7 +40,7 @@ class Stopwatch:
             yield
             self._total_s += time.perf_counter() - start_s
             return
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = self._idle.pop() if self._idle else (_event(), _event())
         start.record()
         yield
         end.record()
@@ -51,3 +52,8 @@ class Stopwatch:
             start, end = self._open.popleft()
             end.synchronize()
             self._total_s += start.elapsed_time(end) / 1e3
+            self._idle.append((start, end))
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
