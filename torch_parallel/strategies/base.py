@@ -69,6 +69,8 @@ class Strategy(ABC):
     """Whether it exchanges through the host's memory even where GPUs reach each other's: to look at who has come."""
     every_rank_computes: ClassVar[bool] = False
     """Whether a rank without samples takes part in forward and backward too, with an empty batch."""
+    knows_next_share: ClassVar[bool] = True
+    """Whether `shares` may be asked for the next step's share, or the end, before the present step is done."""
 
     def __init__(
         self,

@@ -32,6 +32,7 @@ class Serving(ParamServer):
     """What the servers that serve as pushes come have in common. See the module's docstring."""
 
     through_host = True
+    knows_next_share = False
     tally: Tally
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
