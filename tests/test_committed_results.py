@@ -31,6 +31,14 @@ def test_every_command_of_a_grid_was_run_and_no_other(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMITTED)
+def test_the_command_would_run_nothing_that_is_not_there(name: str) -> None:
+    """A grid may have lost cells since; it has no new ones."""
+    each = EXPERIMENTS[name]
+    commands = {cell.command(seed) for cell in each.cells for seed in each.seeds}
+    assert commands <= set(manifest(newest(name, RESULTS))["grid"])
+
+
+@pytest.mark.parametrize("name", COMMITTED)
 def test_what_is_compared_is_alike(name: str) -> None:
     """`summary` raises where it is not; a line says what was held equal in each comparison."""
     each = EXPERIMENTS[name]

@@ -133,6 +133,19 @@ def test_but_not_with_other_code_or_another_grid(
     assert Grid("two", TWO, (0, 1), str(tmp_path)).folder.path != grid.folder.path
 
 
+@pytest.mark.parametrize("commit", [None, "0123abc-with-changes"])
+def test_nor_with_code_of_which_nobody_knows_whether_it_has_changed(
+    tmp_path: Path, written: list[str], monkeypatch: pytest.MonkeyPatch, commit: str | None
+) -> None:
+    """A copy outside of a repository, and uncommitted changes."""
+    here = experiment.environment()
+    monkeypatch.setattr(experiment, "environment", lambda: here | {"commit": commit})
+    grid = Grid("two", TWO, (0, 1), str(tmp_path))
+    with pytest.raises(experiment.ExperimentError):
+        grid.run()
+    assert Grid("two", TWO, (0, 1), str(tmp_path)).folder.path != grid.folder.path
+
+
 def test_a_finished_grid_is_not_touched_again(tmp_path: Path, written: list[str]) -> None:
     first = Grid("two", TWO, (0,), str(tmp_path))
     first.run()

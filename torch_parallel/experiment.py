@@ -64,7 +64,7 @@ class Grid:
             before = manifest(folder)
         except (OSError, ValueError):
             return False
-        if not str(before.get("commit")).isalnum():  # none, or with changes that nobody can tell from others
+        if not (before.get("commit") or "-").isalnum():  # none, or with changes that nobody can tell from others
             return False
         return before.get("status") != "completed" and all(
             before.get(key) == value for key, value in self.must_match.items()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from torch import Tensor
 
-from torch_parallel.strategies.shares import shard, synchronous_shares
+from torch_parallel.strategies.shares import Share, shard, synchronous_shares
 from torch_parallel.training import sampler
-from torch_parallel.training.sampler import epoch_order, step_count
+from torch_parallel.training.sampler import epoch_order, looking_ahead, step_count
 
 
 def batches(
@@ -112,3 +114,24 @@ def test_a_resumed_epoch_takes_what_is_left_of_it() -> None:
                 (indices.tolist(), count) for indices, count in all_steps[2:]
             ]
     assert list(batches(257, 64, 5, 2, 0, 3, first_sample=257)) == []
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+def test_looking_ahead(steps: int) -> None:
+    """Each step with the very tensor of the next one, which is drawn one step early and no sooner."""
+    asked: list[int] = []
+
+    def shares() -> Iterator[Share]:
+        for step in range(steps):
+            asked.append(step)
+            yield Share(slice(2 * step, 2 * step + 2), 2, 2 * step + 2)
+
+    drawn = looking_ahead(sampler.batches(8, 0, 1, shares()))
+    following = None
+    for step, (indices, share, upcoming) in enumerate(drawn):
+        assert share.done == 2 * step + 2 and indices.tolist() == epoch_order(8, 0, 1)[2 * step : 2 * step + 2].tolist()
+        assert following is None or indices is following
+        assert asked == list(range(min(step + 2, steps)))
+        following = upcoming
+        assert (upcoming is None) == (step == steps - 1)
+    assert asked == list(range(steps))

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from torch_parallel import RunConfig, train
 from torch_parallel.strategies import FROM_SCRATCH
@@ -71,7 +72,7 @@ def each_step(strategy: str) -> dict[tuple[int, str], int]:
 def test_a_send_is_what_the_receiver_saw_of_it() -> None:
     """Rank 2 waits for rank 1 from 1 s to 3 s, then adds 40 bytes until 4 s."""
     strategy = SimpleNamespace(on_update=None, transport=SimpleNamespace(observer=None))
-    tracer = Tracer(SimpleNamespace(rank=2), strategy)  # type: ignore[arg-type]
+    tracer = Tracer(SimpleNamespace(rank=2, device=torch.device("cpu")), strategy)  # type: ignore[arg-type]
     strategy.transport.observer(Transfer(1, 2, 40, "gradients", 5, 1.0, 3.0, 4.0, True))
     assert sorted(tracer.events, key=lambda event: event.lane) == [
         Event(2, "reduce", "gradients, round 5, 40 bytes from rank 1", 3.0, 4.0),

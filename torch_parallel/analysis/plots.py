@@ -173,13 +173,15 @@ def _with_workers(speed_up: Axes, efficiency: Axes, runs: list[Run], model: str)
         told = f"one process, {threads[0].threads} threads"
         speed_up.axhline(two, color="#CC79A7", linestyle="--", linewidth=1, label=told, zorder=0)
     runs = [run for run in runs if run.strategy != "data_parallel"]
-    for strategy, of_strategy in by_setting([run for run in runs if run.workers > 1], "strategy").items():
+    groups = by_setting([run for run in runs if run.workers > 1], "strategy")
+    for place, (strategy, of_strategy) in enumerate(groups.items()):
         by_count = by_setting(of_strategy, "workers")
         counts = [int(count) for count in by_count]
+        places = [count + 0.06 * (place - (len(groups) - 1) / 2) for count in counts]  # beside each other
         ratios = [speed_ups(of_count, runs) for of_count in by_count.values()]
-        points(speed_up, counts, ratios, strategy)
+        points(speed_up, places, ratios, strategy)
         shares = [[100 * ratio / count for ratio in of_count] for of_count, count in zip(ratios, counts, strict=True)]
-        points(efficiency, counts, shares, strategy)
+        points(efficiency, places, shares, strategy)
     counts = sorted({run.workers for run in runs})
     speed_up.plot(counts, counts, color="#B0B0B0", linestyle=":", label="as many times as workers", zorder=0)
     speed_up.axhline(1, color="#222222", linewidth=0.8, zorder=0)

@@ -46,7 +46,7 @@ class Setting:
     compile: bool = False
     bucket_mb: float = 25.0
 
-    def make_model(self, device: torch.device | str = "cpu") -> nn.Module:
+    def make_model(self, device: torch.device | None = None) -> nn.Module:
         torch.manual_seed(0)
         model = self._mlp() if self.model == "mlp" else build_model(self.model, self.image_shape, CLASSES)
         model.to(device)

@@ -105,7 +105,7 @@ def bench_step(arguments: list[str]) -> None:
     _, device, _ = choose_processes(options.n_gpus, options.device)
     setting = _setting(options)
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in setting.make_model("meta").parameters())
+        size = sum(parameter.numel() for parameter in setting.make_model().parameters())
     entries = {"parameters": size, **{key: value for key, value in asdict(setting).items() if key != "parameters"}}
     print(f"{size:,} parameters, {options.n_gpus} workers on {device}, {setting}")
     folder = RunFolder(options.results_dir, f"bench_step_{setting.model}_n{options.n_gpus}")

@@ -46,6 +46,8 @@ class Strategy(ABC):
     """Whether it exchanges through the host's memory even where GPUs reach each other's: to look at who has come."""
     every_rank_computes: ClassVar[bool] = False
     """Whether a rank without samples takes part in forward and backward too, with an empty batch."""
+    knows_next_share: ClassVar[bool] = True
+    """Whether `shares` may be asked for the next step's share, or the end, before the present step is done."""
 
     def __init__(
         self,
@@ -75,6 +77,8 @@ class Strategy(ABC):
         self.transport = communicator.through_host if self.through_host else communicator.transport
         self.exchange_clock = Stopwatch(communicator.device)
         """Of exchanging, waiting included, as far as it does not overlap with backward."""
+        self.exchange_samples: int | None = None
+        """Steps whose exchange was timed, where torch does that now and then; None where all are."""
         self.update_clock = Stopwatch(communicator.device)
         self.optimizers: list[Optimizer] = []
         give_everyone_the_same(model, communicator)

@@ -94,7 +94,7 @@ class DistributedDataParallelStrategy(Builtin):
         self.ddp._set_ddp_runtime_logging_sample_rate(SAMPLED_EVERY)
         self.forward = self.ddp
         self.loss_factor = float(communicator.world_size)  # it takes the mean over the ranks
-        self._steps = 0
+        self._steps = self.exchange_samples = 0
 
     def synchronising(self, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if last else cast(AbstractContextManager[None], self.ddp.no_sync())
@@ -102,6 +102,7 @@ class DistributedDataParallelStrategy(Builtin):
     def step(self) -> None:
         self._steps += 1
         if self._steps % SAMPLED_EVERY == 0:
+            self.exchange_samples = self._steps // SAMPLED_EVERY
             self.exchange_clock.add(SAMPLED_EVERY * exposed_exchange_s(self.ddp))
         super().step()
 
@@ -144,6 +145,7 @@ class DataParallelStrategy(Builtin):
         super().__init__(*arguments, **options)
         on_gpu = self.communicator.device.type == "cuda"
         self.forward = nn.DataParallel(self.model, list(range(n_gpus)) if on_gpu else None)
+        self.exchange_samples = 0 if on_gpu else None  # torch does not time it
 
     @staticmethod
     def process_count(n: int) -> int:

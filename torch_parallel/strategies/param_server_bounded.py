@@ -36,6 +36,7 @@ class ParamServerBounded(ParamServer):
 
     options = ("staleness",)
     through_host = True
+    knows_next_share = False
     tally: Tally
 
     def __init__(self, *arguments: Any, staleness: int = 0, **options: Any) -> None:

@@ -33,6 +33,7 @@ class Serving(ParamServer):
 
     options: ClassVar[tuple[str, ...]] = ()
     through_host = True
+    knows_next_share = False
     tally: Tally
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

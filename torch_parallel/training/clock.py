@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +11,15 @@ from dataclasses import dataclass
 from torch_parallel.strategies import Strategy
 from torch_parallel.training.record import RankEpoch
 
+FEWEST_SAMPLES = 5
+"""With fewer steps timed in an epoch its exchange is not told from its compute."""
+
 
 @dataclass
 class _Reading:
     at_s: float
     exchange_s: float  # waiting included
+    exchange_samples: int | None
     update_s: float
     waited_s: list[float]
     received_bytes: list[int]
@@ -49,9 +54,10 @@ class EpochClock:
         exchange_s, update_s = now.exchange_s - begin.exchange_s, now.update_s - begin.update_s
         waited_for_s = [late - early for late, early in zip(now.waited_s, begin.waited_s, strict=True)]
         received = zip(now.received_bytes, begin.received_bytes, strict=True)
+        told = now.exchange_samples is None or now.exchange_samples - (begin.exchange_samples or 0) >= FEWEST_SAMPLES
         return RankEpoch(
-            compute_s=train_s - exchange_s - update_s,
-            exchange_s=exchange_s - sum(waited_for_s),
+            compute_s=train_s - update_s - (exchange_s if told else 0.0),
+            exchange_s=exchange_s - sum(waited_for_s) if told else math.nan,
             wait_s=sum(waited_for_s),
             update_s=update_s,
             waited_for_s=waited_for_s,
@@ -63,6 +69,7 @@ class EpochClock:
         return _Reading(
             time.perf_counter(),
             self._strategy.exchange_clock.total_s,
+            self._strategy.exchange_samples,
             self._strategy.update_clock.total_s,
             list(transport.waited_s),
             list(transport.received_bytes),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import asdict
 from typing import Any
@@ -118,17 +119,25 @@ class Display:
         self.folder.append_rows(self._rows(epoch))  # first: what was shown is on disk
         skipped = f"  {epoch.skipped_steps} steps skipped so far" if epoch.skipped_steps else ""
         updating = epoch.ranks[0]  # with a server, the only rank that updates
+        parts = f"compute {mean('compute_s'):.2f} s  exchange {mean('exchange_s'):.2f} s  wait {mean('wait_s'):.2f} s"
+        if math.isnan(mean("exchange_s")):
+            parts = f"compute and exchange {mean('compute_s'):.2f} s"
         self.say(
             f"epoch {epoch.epoch}/{self.config.epochs}  train loss {epoch.train_loss:.4f}  "
             f"test accuracy {100 * epoch.test_accuracy:.2f} %  {epoch.samples_per_s:,.0f} samples/s  "
-            f"compute {mean('compute_s'):.2f} s  exchange {mean('exchange_s'):.2f} s  wait {mean('wait_s'):.2f} s  "
-            f"update {updating.update_s:.2f} s{skipped}{_served_line(epoch.served)}"
+            f"{parts}  update {updating.update_s:.2f} s{skipped}{_served_line(epoch.served)}"
         )
 
     def _options(self) -> dict[str, Any]:
         config = self.config
         aggregate = {} if config.aggregate == "weighted" else {"aggregate": config.aggregate}
-        return {"bucket_mb": config.bucket_mb, **aggregate, **config.own_options, **emulation.flags(config)}
+        own = {name: value for name, value in config.own_options.items() if value is not None}
+        return {
+            "bucket_mb": config.bucket_mb_on(self.device),
+            **aggregate,
+            **own,
+            **emulation.flags(config),
+        }
 
     def _rows(self, epoch: Epoch) -> list[dict[str, Any]]:
         config, links = self.config, emulation.topology(self.config)
@@ -148,6 +157,8 @@ class Display:
             parts = asdict(spent)
             for by_peer in ("waited_for_s", "received_bytes"):
                 parts[by_peer] = json.dumps(parts[by_peer])
+            if math.isnan(spent.exchange_s):
+                parts["exchange_s"] = None
             rows.append({**common, "rank": rank, "role": "server" if rank < self.servers else "worker", **parts})
         if epoch.served is not None:
             rows[0] |= _served_columns(epoch.served)

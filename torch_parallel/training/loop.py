@@ -28,10 +28,11 @@ from torch_parallel.training.clock import EpochClock
 from torch_parallel.training.compiling import compile_layers
 from torch_parallel.training.config import RunConfig
 from torch_parallel.training.evaluate import count_correct
+from torch_parallel.training.feeder import make_feeder
 from torch_parallel.training.optimizers import make_optimizer
 from torch_parallel.training.record import Epoch, RankEpoch, Saved, Served, Started, Steps
 from torch_parallel.training.recorder import StepRecorder, compute_ends
-from torch_parallel.training.sampler import batches, step_count
+from torch_parallel.training.sampler import batches, looking_ahead, step_count
 from torch_parallel.training.schedule import factor
 from torch_parallel.training.tracing import Tracer
 from torch_parallel.workloads import Dataset
@@ -106,6 +107,10 @@ class Trainer:
             self.tracer = Tracer(communicator, self.strategy)
         self.recorder = StepRecorder(communicator, self.strategy) if config.steps_csv else None
         self.slowdown = emulation.slowdown(config, communicator.rank)
+        # last: how much memory the GPU has left is known when model and buffers are there
+        self.feeder = make_feeder(
+            self.data["train_inputs"], self.data["train_targets"], communicator.device, not communicator.is_server
+        )
 
     def run(self) -> dict[str, Any]:
         self.model.train()
@@ -139,7 +144,7 @@ class Trainer:
                 weight_decay=config.weight_decay,
             ),
             self.communicator,
-            bucket_bytes=int(config.bucket_mb * 2**20),
+            bucket_bytes=int(config.bucket_mb_on(self.communicator.device.type) * 2**20),
             clip_norm=config.clip_norm,
             skip_not_finite=config.not_finite == "skip",
             **config.strategy_options,
@@ -150,9 +155,9 @@ class Trainer:
         self.clock = EpochClock(self.strategy)
         first_sample, warm_up = self.samples_done, (0.0, self.samples_done)
         step = 0
-        for step, (indices, share) in enumerate(self._batches(epoch), start=1):
+        for step, (indices, share, upcoming) in enumerate(self._batches(epoch), start=1):
             with self._where(step, epoch):
-                self._step(indices, share, step, epoch)
+                self._step(indices, share, upcoming, step, epoch)
                 if warms_up and step == 1:
                     self.strategy.confirm()
                     warm_up = (self.clock.seconds, self.samples_done)
@@ -167,8 +172,8 @@ class Trainer:
         self.samples_done = 0
         return self.clock.spent(train_s), train_s, rate
 
-    def _step(self, indices: Tensor, share: Share, step: int, epoch: int) -> None:
-        """One optimizer step, and what is due after it."""
+    def _step(self, indices: Tensor, share: Share, upcoming: Tensor | None, step: int, epoch: int) -> None:
+        """One optimizer step, and what is due after it; `upcoming` are the next one's indices, where they are known."""
         config, status = self.config, self.communicator.status
         status.step(epoch, step, self.samples_done)
         status.phase(COMPUTING)
@@ -182,11 +187,13 @@ class Trainer:
         divided_by = divisor(config.aggregate, len(indices), share.count, self.communicator.worker_count)
         with self._span("compute", f"step {step} of epoch {epoch}"):
             start_s = time.perf_counter()
-            for number, micro_batch in enumerate(indices.tensor_split(config.accumulate), start=1):
+            for number, (inputs, targets) in enumerate(self.feeder.feed(indices, config.accumulate), start=1):
                 # a rank without samples exchanges all the same
-                if len(micro_batch) or self.strategy.every_rank_computes:
+                if len(targets) or self.strategy.every_rank_computes:
                     with self.strategy.synchronising(last=number == config.accumulate):
-                        self._forward_and_backward(micro_batch, divided_by)
+                        self._forward_and_backward(inputs, targets, divided_by)
+            if upcoming is not None:
+                self.feeder.prefetch(upcoming)
             compute_ends(start_s, self.steps_done, self.communicator.device, self.slowdown, self.recorder)
         self.strategy.step()
         if self.recorder:
@@ -214,14 +221,12 @@ class Trainer:
         every = self.config.checkpoint_every
         return every > 0 and self.steps_done // every > self.saved_step // every
 
-    def _forward_and_backward(self, indices: Tensor, divided_by: int) -> None:
-        device = self.communicator.device
-        inputs, targets = (self.data[f"train_{what}"][indices].to(device) for what in ("inputs", "targets"))
+    def _forward_and_backward(self, inputs: Tensor, targets: Tensor, divided_by: int) -> None:
         with self._precision():
             loss_sum = cross_entropy(self.strategy.forward(self._prepare(inputs)), targets, reduction="sum")
         (loss_sum * self.strategy.loss_factor / divided_by).backward()
         self.loss_sum += loss_sum.detach()
-        self.samples_seen += len(indices)
+        self.samples_seen += len(targets)
 
     def _finish_epoch(self, epoch: int, spent: RankEpoch, train_s: float, rate: float) -> None:
         """Evaluates, adds up what all ranks have seen and spent, and tells the launcher."""
@@ -317,9 +322,11 @@ class Trainer:
     def _span(self, lane: str, name: str) -> AbstractContextManager[None]:
         return self.tracer.span(lane, name) if self.tracer else nullcontext()
 
-    def _batches(self, epoch: int) -> Iterator[tuple[Tensor, Share]]:
+    def _batches(self, epoch: int) -> Iterator[tuple[Tensor, Share, Tensor | None]]:
+        """For each step the indices and the share, and the next step's indices if they are known before."""
         shares = self.strategy.shares(self.train_size, self.config.batch_size, first_sample=self.samples_done)
-        return batches(self.train_size, self.config.seed, epoch, shares)
+        drawn = batches(self.train_size, self.config.seed, epoch, shares)
+        return looking_ahead(drawn) if self.strategy.knows_next_share else ((*each, None) for each in drawn)
 
     def _prepare(self, inputs: Tensor) -> Tensor:
         self.communicator.status.beat()  # evaluation may be long

@@ -17,7 +17,7 @@ class RankEpoch:
     """What one rank spent on the training part of one epoch; evaluation and checkpoints are not in it."""
 
     compute_s: float = 0.0
-    exchange_s: float = 0.0  # without the waiting
+    exchange_s: float = 0.0  # without the waiting; NaN where it cannot be told from compute, in which it is then
     wait_s: float = 0.0
     update_s: float = 0.0
     waited_for_s: list[float] = field(default_factory=list)  # by peer

@@ -157,7 +157,7 @@ def _check_the_machine(config: RunConfig, dataset: Dataset, make_model: Callable
         itemsize=getattr(torch, config.dtype).itemsize,
         n=config.process_count,
         has_server=strategy.server_count > 0 or (strategy.common_parameters and not one_memory),
-        bucket_bytes=int(config.bucket_mb * 2**20),
+        bucket_bytes=int(config.bucket_mb_on("cpu") * 2**20),
         data_bytes=sum(getattr(dataset, name).nbytes for name in TENSORS),
         common_parameters=strategy.common_parameters and one_memory,
         common_sums=strategy.common_sums,

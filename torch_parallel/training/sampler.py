@@ -32,3 +32,16 @@ def batches(sample_count: int, seed: int, epoch: int, shares: Iterable[Share]) -
     order = epoch_order(sample_count, seed, epoch)
     for share in shares:
         yield order[share.places], share
+
+
+def looking_ahead(drawn: Iterable[tuple[Tensor, Share]]) -> Iterator[tuple[Tensor, Share, Tensor | None]]:
+    """The same, each with the indices of the next one, the very tensor; None behind the last.
+
+    It asks for the next one before the present one is trained on.
+    """
+    iterator = iter(drawn)
+    present = next(iterator, None)
+    while present is not None:
+        following = next(iterator, None)
+        yield (*present, following[0] if following else None)
+        present = following
