@@ -13,7 +13,7 @@ from pathlib import Path
 
 import matplotlib.figure
 
-from torch_parallel.analysis import bottlenecks, communication, plots, timeline, waits
+from torch_parallel.analysis import bottlenecks, communication, gpu, plots, timeline, waits
 from torch_parallel.analysis.animate import save_gif
 from torch_parallel.analysis.figure import Figure
 from torch_parallel.analysis.runs import ExperimentMissing, Unequal, newest
@@ -31,9 +31,11 @@ FIGURES: dict[str, tuple[Callable[[Path], Figure], str]] = {
     "stragglers.png": (bottlenecks.stragglers, "stragglers"),
     "links.png": (bottlenecks.links, "links"),
     "aggregation.png": (bottlenecks.aggregation, "aggregation"),
+    "all_reduce_gpu.png": (gpu.all_reduce_beside_nccl, "bench_all_reduce_gpu"),
+    "overlap.png": (gpu.overlap, "bench_step_gpu"),
 }
 """File -> how it is drawn, and from which experiment or bench."""
-TABLES = ("runs.csv", "bench.csv")
+TABLES = ("runs.csv", "gpu_work.csv", "bench.csv")
 
 
 def draw_all(results_dir: Path, media: Path, skip: Callable[[str], None] | None = None) -> list[Path]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_parallel.analysis.communication import read_bench, size_told
+from torch_parallel.analysis.gpu import gpu_step_table, nccl_table
 from torch_parallel.analysis.runs import (
     by_label,
     by_setting,
@@ -125,7 +126,14 @@ def _with_spread(values: list[float], how: str) -> str:
     return f"{middle} ({least} to {largest})"
 
 
-TABLES = {"experiments": experiments_table, "bench": bench_table, "epoch": epoch_note, "step": step_table}
+TABLES = {
+    "experiments": experiments_table,
+    "bench": bench_table,
+    "epoch": epoch_note,
+    "step": step_table,
+    "nccl": nccl_table,
+    "gpu_step": gpu_step_table,
+}
 
 
 def with_tables(text: str, results_dir: str | Path = "results") -> str:
