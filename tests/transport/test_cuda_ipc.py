@@ -188,7 +188,7 @@ def without_peer_access(communicator: Communicator) -> tuple[str, Tensor, Tensor
 
 def test_without_peer_access_gradients_are_staged_in_the_hosts_memory() -> None:
     for why, staged, direct in on_gpus(2, "auto", without_peer_access):
-        assert why == "no way (rank 1)"
+        assert why == f"{cuda_ipc.THROUGH_HOST}: no way (rank 1)"
         assert torch.equal(staged, direct) and bool(torch.isfinite(direct).all())
 
 

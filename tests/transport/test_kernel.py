@@ -11,6 +11,7 @@ import torch
 
 from torch_parallel import Communicator, launch
 from torch_parallel.collectives import COLLECTIVES
+from torch_parallel.transport.buffer import SharedBuffer
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -35,6 +36,7 @@ def interpreted(communicator: Communicator, sizes: list[int], dtypes: list[torch
     gave_up = torch.zeros(1, dtype=torch.int64)
     performer = triton_performer.TritonPerformer(rank, flags, gave_up.data_ptr(), deadline_s=60)
     performer.settings = triton_performer.Settings(programs=3, block_bytes=64, warps=4)
+    triton_performer.try_out(rank, world_size, torch.device("cpu"), gave_up.data_ptr(), deadline_s=60)
     for dtype in dtypes:
         for numel in sizes:
             buffer = transport.share(numel + 3, dtype)
@@ -77,6 +79,8 @@ def what_it_can_perform(communicator: Communicator) -> list[str]:
     buffer, integers, empty = (communicator.share(*each) for each in ((6,), (6, torch.int64), (0,)))
     assert not performer.can_perform(COLLECTIVES["ring"], integers)
     assert not performer.can_perform(COLLECTIVES["ring"], empty)
+    of_rank_0_alone = SharedBuffer([torch.zeros(6), torch.zeros(0)], rank=0)
+    assert not performer.can_perform(COLLECTIVES["ring"], of_rank_0_alone)
     return [name for name, each in COLLECTIVES.items() if not performer.can_perform(each, buffer)]
 
 

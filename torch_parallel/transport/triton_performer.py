@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from torch_parallel.collectives import RING_ALL_REDUCE
 from torch_parallel.collectives.schedule import Collective, chunk_bounds
 from torch_parallel.transport import kernel
 from torch_parallel.transport.buffer import Plan, SharedBuffer
@@ -69,8 +70,9 @@ class TritonPerformer:
         self._launched: deque[tuple[int, str, Program]] = deque(maxlen=4096)  # more than a stream can hold
 
     def can_perform(self, collective: Collective, buffer: SharedBuffer) -> bool:
+        """The same on all ranks, so it looks at everybody's part: of memory of one rank alone the others are empty."""
         movable = not collective.equal_chunks
-        return movable and buffer.local.dtype in kernel.ELEMENTS and buffer.local.numel() > 0
+        return movable and buffer.local.dtype in kernel.ELEMENTS and all(part.numel() for part in buffer.parts)
 
     def perform(self, collective: Collective, buffer: SharedBuffer, plan: Plan, doing: str) -> None:
         """Enqueues the operation, the acknowledgement of its reads included. `plan` is what it is bound to."""
@@ -126,6 +128,18 @@ class TritonPerformer:
         places = [memory.data_ptr() for memory in [*buffer.parts, *plan.regions[1:]]]
         rows = torch.tensor(program.rows(bounds, places), dtype=torch.int64, device=self.device)
         return Table(program, rows, max(stop - start for start, stop in pairwise(bounds)))
+
+
+def try_out(rank: int, world_size: int, device: torch.device, note_address: int, deadline_s: float) -> None:
+    """Compiles the kernel as a ring of float32 needs it, and launches it with nothing to do.
+
+    Raises whatever Triton does where it cannot; takes a second or more where Triton's cache does not have it.
+    """
+    flags = [torch.zeros(1, dtype=torch.int32, device=device)] * world_size
+    performer = TritonPerformer(rank, flags, note_address, deadline_s)
+    program = replace(compile_schedule(RING_ALL_REDUCE, rank, world_size), instructions=())
+    table = Table(program, torch.zeros(program.width, dtype=torch.int64, device=device), longest_chunk=1)
+    performer._launch(table, torch.float32, performer.settings)
 
 
 def _addresses(parts: list[Tensor]) -> Tensor:
