@@ -64,6 +64,7 @@ class TritonPerformer:
         self.device = flags[rank].device
         self._gave_up = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._note_address = note_address
+        self.flags = flags
         self._flags = _addresses(flags)
         self._limit_ns = int(deadline_s * 1e9)
         self._base = 0
@@ -83,7 +84,18 @@ class TritonPerformer:
             return
         self._launched.append((self._base, doing, table.program))
         self._launch(table, buffer.local.dtype, self.settings)
-        self._base = as_int32(self._base + table.program.signals)
+        next_base = as_int32(self._base + table.program.signals)
+        if next_base >> 30 != self._base >> 30:
+            self._bring_forward(next_base)
+        self._base = next_base
+
+    def _bring_forward(self, number: int) -> None:
+        """Writes all of this rank's flags on its peers, once in 2^30 numbers, when all before `number` are written.
+
+        Programs that are not launched write none. After 2^31 numbers theirs would seem ahead, and nobody would wait.
+        """
+        for flags in self.flags:
+            flags[self.rank * FLAGS_PER_PEER : (self.rank + 1) * FLAGS_PER_PEER].fill_(number)
 
     def _launch(self, table: Table, dtype: torch.dtype, settings: Settings) -> None:
         block = settings.block_bytes // dtype.itemsize
