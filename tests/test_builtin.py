@@ -79,6 +79,14 @@ def test_with_another_optimizer_and_in_float32_too(
     assert deviation(theirs, ours("ring_all_reduce", 1, tmp_path / "ours", **options)) <= tolerance
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+@both_controls
+def test_a_control_on_gpus_ends_with_the_weights_of_the_ring_on_gpus(script: str, tmp_path: Path) -> None:
+    theirs = trained(script, tmp_path / "theirs", "--device", "cuda")
+    assert deviation(theirs, ours("ring_all_reduce", 2, tmp_path / "ours", device="cuda")) <= 1e-10
+
+
 def test_ddp_says_its_settings_and_times_its_exchange(tmp_path: Path) -> None:
     done = control("ring_all_reduce_builtin.py", tmp_path, "--n_gpus", "2", "--batch_size", "4")
     assert "'gradient_as_bucket_view': True, 'static_graph': True" in done.stdout

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed
 from torch import Tensor, nn
+from transports import gpu_memory_falls_to, gpu_memory_mb
 
 from torch_parallel import RunConfig, WorkerFailure, train
 from torch_parallel.strategies import STRATEGIES, SYNCHRONOUS
@@ -88,9 +91,32 @@ def die(communicator: Any, job: Any) -> dict[str, Any]:
 
 
 def test_a_worker_that_dies_gives_its_memory_back(tmp_path: Path) -> None:
+    used_before = gpu_memory_mb()
     with pytest.raises(WorkerFailure, match="rank 1 failed: RuntimeError: dies here"):
         run(tmp_path, "ring_all_reduce", 2, "cuda", worker_function=die)
+    assert gpu_memory_falls_to(used_before), f"MiB in use by GPU: {gpu_memory_mb()}, before: {used_before}"
     run(tmp_path, "ring_all_reduce", 2, "cuda")
-    for gpu in range(2):
-        free, total = torch.cuda.mem_get_info(gpu)
-        assert total - free < 2 * 2**30, f"GPU {gpu} has {(total - free) >> 20} MiB in use"
+
+
+def profiled(communicator: Any, job: Any, folder: str) -> dict[str, Any]:
+    """Trains, and writes down what ran on this rank's GPU, and whether there was a process group."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        result = loop.Trainer(communicator, job).run()
+        torch.cuda.synchronize()
+    seen = {"ran": [event.key for event in trace.key_averages()], "group": torch.distributed.is_initialized()}
+    (Path(folder) / f"rank_{communicator.rank}.json").write_text(json.dumps(seen))
+    return result
+
+
+@pytest.mark.parametrize("performer", ["plain", "triton"])
+@pytest.mark.parametrize("strategy", ["ring_all_reduce", "two_shot_in_place", "param_server", "sharded_param_server"])
+def test_training_uses_no_kernel_of_nccl_and_no_process_group(tmp_path: Path, strategy: str, performer: str) -> None:
+    work = partial(profiled, folder=str(tmp_path))
+    run(tmp_path / "results", strategy, 2, "cuda", epochs=1, performer=performer, worker_function=work)
+    for rank in range(2):
+        seen = json.loads((tmp_path / f"rank_{rank}.json").read_text())
+        assert len(seen["ran"]) > 5 and not seen["group"]
+        assert any("perform_table" in name for name in seen["ran"]) <= (performer == "triton")
+        assert not [name for name in seen["ran"] if "nccl" in name.lower()]

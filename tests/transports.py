@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,26 @@ every_transport = pytest.mark.parametrize("kind", TRANSPORTS)
 every_transport_and_gpus = pytest.mark.parametrize(
     "kind", [*TRANSPORTS, *(pytest.param(kind, marks=GPU_MARKS) for kind in GPU_TRANSPORTS)]
 )
+
+
+def gpu_memory_mb() -> list[int]:
+    """MiB in use on each GPU, this process's own context among them."""
+    used = []
+    for gpu in range(torch.cuda.device_count()):
+        torch.zeros(1, device=f"cuda:{gpu}")
+        free, total = torch.cuda.mem_get_info(gpu)
+        used.append((total - free) >> 20)
+    return used
+
+
+def gpu_memory_falls_to(before: list[int]) -> bool:
+    """Whether within 10 s no GPU has 200 MiB more in use than before; a worker's context alone takes more."""
+    end_s = time.monotonic() + 10
+    while not (fallen := all(now < then + 200 for now, then in zip(gpu_memory_mb(), before, strict=True))):
+        if time.monotonic() > end_s:
+            break
+        time.sleep(0.2)
+    return fallen
 
 
 def on_all_ranks(

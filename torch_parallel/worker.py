@@ -22,7 +22,7 @@ from torch_parallel.lifeline import end_with_pipe
 from torch_parallel.mailbox import Outbox
 from torch_parallel.status import COMPUTING, RETURNING
 from torch_parallel.transport.base import Transport, TransportError
-from torch_parallel.transport.cuda_ipc import connect_gpus
+from torch_parallel.transport.cuda_ipc import THROUGH_HOST, connect_gpus
 from torch_parallel.transport.shared_memory import SharedMemoryTransport, Wiring
 
 
@@ -104,11 +104,11 @@ def _communicator(assignment: Assignment) -> Communicator:
         device = torch.device("cuda", assignment.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         if assignment.wiring.links is None:
-            transport, obstacle = connect_gpus(host, device, assignment.deadline_s, assignment.performer)
+            transport, line = connect_gpus(host, device, assignment.deadline_s, assignment.performer)
         else:
-            obstacle = "links are emulated there"
-        if obstacle and assignment.rank == 0:
-            print(f"what GPUs exchange goes through the host's memory: {obstacle}", flush=True)
+            line = f"{THROUGH_HOST}: links are emulated there"
+        if line and assignment.rank == 0:
+            print(line, flush=True)
     return Communicator(
         transport,
         host.status,

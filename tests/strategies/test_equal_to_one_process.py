@@ -93,18 +93,20 @@ def samples(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return {name: parameter.detach().clone().cpu() for name, parameter in model.named_parameters()}
 
 
-def one_process(make_model: Callable[[], nn.Module], make_optimizer: Callable, dtype: torch.dtype) -> list[dict]:
+def one_process(
+    make_model: Callable[[], nn.Module], make_optimizer: Callable, dtype: torch.dtype, device: str = "cpu"
+) -> list[dict]:
     """The parameters after every step of a plain loop over whole batches."""
     torch.manual_seed(0)
-    model = make_model().to(dtype)
+    model = make_model().to(device, dtype)
     optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     history = []
     for inputs, targets in samples(dtype):
         optimizer.zero_grad(set_to_none=True)
-        cross_entropy(model(inputs), targets).backward()
+        cross_entropy(model(inputs.to(device)), targets.to(device)).backward()
         optimizer.step()
         history.append(snapshot(model))
     return history
@@ -123,7 +125,7 @@ def many_processes(
     histories = []
     for make_model, make_optimizer, dtype in settings:
         torch.manual_seed(communicator.rank)  # differently: the strategy must give all ranks rank 0's weights
-        model = make_model().to(dtype)
+        model = make_model().to(communicator.device, dtype)
         strategy = strategy_class(
             model,
             lambda named, make=make_optimizer: make([parameter for _, parameter in named]),
@@ -133,6 +135,7 @@ def many_processes(
         )
         history = []
         for inputs, targets in samples(dtype):
+            inputs, targets = inputs.to(communicator.device), targets.to(communicator.device)
             strategy.begin_step()
             if communicator.worker_index is not None:
                 count = communicator.worker_count
@@ -150,10 +153,19 @@ def many_processes(
     return histories
 
 
-def train_everywhere(strategy_class: type[Strategy], n: int, settings: list, **options: bool) -> list[list[list]]:
+def train_everywhere(
+    strategy_class: type[Strategy],
+    n: int,
+    settings: list,
+    *,
+    device: str = "cpu",
+    performer: str = "auto",
+    **options: bool,
+) -> list[list[list]]:
     """By rank, setting and step."""
-    work = partial(many_processes, **options)
-    return launch(work, n, strategy_class, settings, server_count=strategy_class.server_count, deadline_s=30)
+    where = {"device": device, "performer": performer, "deadline_s": 30 if device == "cpu" else 60}
+    servers = strategy_class.server_count
+    return launch(partial(many_processes, **options), n, strategy_class, settings, server_count=servers, **where)
 
 
 def digest(model_or_snapshot: nn.Module | dict[str, Tensor]) -> str:
@@ -192,6 +204,24 @@ def test_every_step_is_that_of_one_process(name: str, n: int, references: list[l
         assert largest_deviation(first[index], references[index]) <= tolerance, (model, optimizer, dtype)
         for other in others:
             assert other[index] == [digest(parameters) for parameters in first[index]], (model, optimizer, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU")
+@pytest.mark.parametrize("performer", ["plain", "triton"])
+@pytest.mark.parametrize(
+    "name", ["ring_all_reduce", "param_server", "sharded_param_server", "param_server_bounded", "param_server_backup"]
+)
+def test_every_step_of_three_processes_on_gpus_is_that_of_one(name: str, performer: str) -> None:
+    """A server and two workers, or three workers; processes share GPUs where there are fewer."""
+    chosen = [("mlp", "sgd"), ("cnn", "adamw"), ("awkward", "adam")]
+    settings = [(MODELS[model], OPTIMIZERS[optimizer], torch.float64) for model, optimizer in chosen]
+    strategy = {**FROM_SCRATCH, **ASYNCHRONOUS}[name]
+    first, *others = train_everywhere(strategy, 3, settings, device="cuda", performer=performer)
+    for index, setting in enumerate(settings):
+        assert largest_deviation(first[index], one_process(*setting, device="cuda")) <= 1e-10, chosen[index]
+        for other in others:
+            assert other[index] == [digest(parameters) for parameters in first[index]], chosen[index]
 
 
 @pytest.mark.parametrize("name", ["ring_all_reduce", "one_shot_all_reduce", "two_shot_in_place", "param_server"])

@@ -26,11 +26,13 @@ def four_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "threads_per_worker", lambda n: max(1, 4 // n))
 
 
-def display(tmp_path: Path, train_size: int = 100, verbose: bool = True, **options: Any) -> Display:
+def display(
+    tmp_path: Path, train_size: int = 100, verbose: bool = True, device: str = "cpu", **options: Any
+) -> Display:
     targets = torch.zeros(train_size, dtype=torch.int64)
     dataset = Dataset("small", targets, targets, targets, targets, 2, (), (), "this test")
     config = RunConfig(**{"n_gpus": 2, "epochs": 3, "train_size": train_size, **options})
-    return Display(config, dataset, RunFolder(str(tmp_path), "x"), "net", "cpu", verbose)
+    return Display(config, dataset, RunFolder(str(tmp_path), "x"), "net", device, verbose)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,25 @@ def test_introduction(
 ) -> None:
     display(tmp_path, **options).introduce(["the device", None, "the data"])
     assert capsys.readouterr() == ("\n".join(["the device", "the data", *expected, ""]), "")
+
+
+@pytest.mark.parametrize(
+    ("device", "strategy", "flags", "said"),
+    [
+        ("cuda", "ring_all_reduce", {"steps_csv"}, "--steps_csv: GPUs exchange by torch's operations"),
+        ("cuda", "param_server", {"steps_csv", "trace"}, "--steps_csv and --trace: GPUs exchange"),
+        ("cuda", "ring_all_reduce", set(), None),
+        ("cuda", "ddp", {"trace"}, None),
+        ("cpu", "ring_all_reduce", {"trace"}, None),
+    ],
+)
+def test_what_is_watched_on_gpus_is_said_to_be_slower(
+    device: str, strategy: str, flags: set[str], said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {name: str(tmp_path / name) for name in flags}
+    display(tmp_path, device=device, strategy=strategy, **options).introduce([])
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith(said) if said else "exchange by" not in line
 
 
 def an_epoch(**more: Any) -> Epoch:

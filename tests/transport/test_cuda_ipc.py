@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed
 from torch import Tensor
+from transports import gpu_memory_falls_to, gpu_memory_mb
 
 from torch_parallel import Communicator, WorkerFailure, launch
 from torch_parallel.collectives import COLLECTIVES, RING_ALL_REDUCE, Collective, broadcast_from, reduce_to
@@ -188,7 +189,7 @@ def without_peer_access(communicator: Communicator) -> tuple[str, Tensor, Tensor
 
 def test_without_peer_access_gradients_are_staged_in_the_hosts_memory() -> None:
     for why, staged, direct in on_gpus(2, "auto", without_peer_access):
-        assert why == "no way (rank 1)"
+        assert why == f"{cuda_ipc.THROUGH_HOST}: no way (rank 1)"
         assert torch.equal(staged, direct) and bool(torch.isfinite(direct).all())
 
 
@@ -397,21 +398,13 @@ def killed(communicator: Communicator, folder: str) -> None:
 
 @both_performers
 def test_a_killed_peer_ends_the_run_and_gives_its_memory_back(performer: str, tmp_path: Path) -> None:
-    left_before = set(Path("/dev/shm").glob("torch_*"))
+    left_before, used_before = set(Path("/dev/shm").glob("torch_*")), gpu_memory_mb()
     with pytest.raises(WorkerFailure, match=r"rank 1 was killed by signal 9 \(SIGKILL\)"):
         on_gpus(2, performer, killed, str(tmp_path))
     assert time.time() - float((tmp_path / "killed").read_text()) < 10
     assert set(Path("/dev/shm").glob("torch_*")) <= left_before
-    end_s = time.monotonic() + 10
-    while time.monotonic() < end_s and any(used_mb(gpu) > 1500 for gpu in range(min(GPUS, 2))):
-        time.sleep(0.2)
-    assert [used_mb(gpu) for gpu in range(min(GPUS, 2)) if used_mb(gpu) > 1500] == []
+    assert gpu_memory_falls_to(used_before), f"MiB in use by GPU: {gpu_memory_mb()}, before: {used_before}"
     on_gpus(2, performer, chosen_performer)  # and the GPUs work
-
-
-def used_mb(gpu: int) -> int:
-    free, total = torch.cuda.mem_get_info(gpu)
-    return (total - free) >> 20
 
 
 # ---- resources ----

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from torch_parallel import Communicator, launch
 from torch_parallel.collectives import COLLECTIVES
+from torch_parallel.transport.base import Transport
+from torch_parallel.transport.buffer import SharedBuffer
+from torch_parallel.transport.stream_signals import as_int32
+
+if TYPE_CHECKING:
+    from torch_parallel.transport.triton_performer import TritonPerformer
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-def interpreted(communicator: Communicator, sizes: list[int], dtypes: list[torch.dtype]) -> list[str]:
-    """Every collective that it can perform, twice; returns what was wrong."""
+def performer_in_the_interpreter(transport: Transport) -> TritonPerformer:
+    """Of this rank, with a grid of at most three programs."""
     global tl  # the interpreter looks for it there
     os.environ["TRITON_INTERPRET"] = "1"
     import triton
@@ -29,12 +35,20 @@ def interpreted(communicator: Communicator, sizes: list[int], dtypes: list[torch
         return tl.full((), 0, tl.int64)
 
     kernel._nanoseconds = no_clock
+    flags = transport.share(transport.world_size * triton_performer.FLAGS_PER_PEER, torch.int32).parts
+    gave_up = torch.zeros(1, dtype=torch.int64)
+    device = torch.device("cpu")
+    triton_performer.try_out(transport.rank, transport.world_size, device, gave_up.data_ptr(), deadline_s=60)
+    performer = triton_performer.TritonPerformer(transport.rank, flags, gave_up.data_ptr(), deadline_s=60)
+    performer.settings = triton_performer.Settings(programs=3, block_bytes=64, warps=4)
+    return performer
+
+
+def interpreted(communicator: Communicator, sizes: list[int], dtypes: list[torch.dtype]) -> list[str]:
+    """Every collective that it can perform, twice; returns what was wrong."""
     transport, faults = communicator.transport, []
     rank, world_size = transport.rank, transport.world_size
-    flags = transport.share(world_size * triton_performer.FLAGS_PER_PEER, torch.int32).parts
-    gave_up = torch.zeros(1, dtype=torch.int64)
-    performer = triton_performer.TritonPerformer(rank, flags, gave_up.data_ptr(), deadline_s=60)
-    performer.settings = triton_performer.Settings(programs=3, block_bytes=64, warps=4)
+    performer = performer_in_the_interpreter(transport)
     for dtype in dtypes:
         for numel in sizes:
             buffer = transport.share(numel + 3, dtype)
@@ -69,6 +83,39 @@ def test_every_collective_in_the_interpreter(world_size: int) -> None:
     assert launch(interpreted, world_size, *arguments, threads=1, deadline_s=60) == [[]] * world_size
 
 
+def flags_that_are_ahead(communicator: Communicator) -> tuple[int, list[float]]:
+    """A sum by three programs, then by one until numbers have gone round by more than half, then by three.
+
+    Returns how many flags say before the last that its first signal has come, and its result.
+    """
+    transport, ring = communicator.transport, COLLECTIVES["ring"]
+    performer = performer_in_the_interpreter(transport)
+    buffer = transport.share(96, torch.float32)  # 48 elements a chunk: three blocks of 64 bytes
+    small = buffer.narrow(8)
+
+    def perform(which: SharedBuffer) -> None:
+        performer.perform(ring, which, transport._plan(ring, which), "ring")
+
+    transport.agree("begin")
+    perform(buffer)
+    for near in (2**30 - 1, 2**31 - 1, -(2**30) - 1):  # what many small ones bring it to
+        performer._base = near
+        perform(small)
+    transport.agree("have performed the small ones")
+    first_number = as_int32(performer._base + 1)
+    from_peer = performer.flags[transport.rank].view(2, -1)[1 - transport.rank]
+    ahead = sum(as_int32(flag - first_number) >= 0 for flag in from_peer.tolist())
+    buffer.local.fill_(10.0 + communicator.rank)
+    transport.agree("have filled")
+    perform(buffer)
+    transport.agree("look")
+    return ahead, buffer.local.unique().tolist()
+
+
+def test_flags_of_programs_that_were_idle_for_long_are_not_ahead() -> None:
+    assert launch(flags_that_are_ahead, 2, threads=1, deadline_s=60) == [(0, [21.0])] * 2
+
+
 def what_it_can_perform(communicator: Communicator) -> list[str]:
     from torch_parallel.transport.triton_performer import TritonPerformer
 
@@ -77,6 +124,8 @@ def what_it_can_perform(communicator: Communicator) -> list[str]:
     buffer, integers, empty = (communicator.share(*each) for each in ((6,), (6, torch.int64), (0,)))
     assert not performer.can_perform(COLLECTIVES["ring"], integers)
     assert not performer.can_perform(COLLECTIVES["ring"], empty)
+    of_rank_0_alone = SharedBuffer([torch.zeros(6), torch.zeros(0)], rank=0)
+    assert not performer.can_perform(COLLECTIVES["ring"], of_rank_0_alone)
     return [name for name, each in COLLECTIVES.items() if not performer.can_perform(each, buffer)]
 
 

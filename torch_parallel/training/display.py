@@ -14,7 +14,7 @@ from torch_parallel.devices import threads_per_worker, usable_cpus
 from torch_parallel.results import ResultsError, RunFolder
 from torch_parallel.status import StatusBoard
 from torch_parallel.steps import StepsFile
-from torch_parallel.strategies import STRATEGIES
+from torch_parallel.strategies import FROM_SCRATCH, STRATEGIES
 from torch_parallel.training import emulation
 from torch_parallel.training.config import RunConfig
 from torch_parallel.training.record import Epoch, Saved, Served, Started, Steps
@@ -87,6 +87,13 @@ class Display:
             self.say(f"only {batch} of the {workers} workers get{'s' if batch == 1 else ''} a sample in a step")
         if self.device == "cpu" and workers > usable_cpus():
             self.say(f"{workers} workers share {usable_cpus()} processors: expect no speed-up over fewer workers")
+
+        watching = [f"--{name}" for name in ("steps_csv", "trace") if getattr(config, name)]
+        if self.device == "cuda" and watching and self.processes > 1 and config.strategy in FROM_SCRATCH:
+            self.say(
+                f"{' and '.join(watching)}: GPUs exchange by torch's operations, and processes wait for each message, "
+                "so that it can be timed; without, a step is faster"
+            )
 
     def tick(self, board: StatusBoard) -> None:
         # a server knows of all workers' samples, and of synchronous ones each does

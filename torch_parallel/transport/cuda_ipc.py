@@ -17,7 +17,6 @@ Control, texts to agree on and handles of memory, goes through the transport of 
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import pickle
 from typing import TYPE_CHECKING, Any
@@ -39,7 +38,9 @@ if TYPE_CHECKING:
 Handle = tuple[Any, dict[str, Any]]  # a function that rebuilds a tensor, and its arguments
 
 PERFORMERS = ("auto", "plain", "triton")
-"""Who performs schedules on GPUs; auto is triton where it is installed."""
+"""Who performs schedules on GPUs; auto is triton where it is installed and can compile."""
+
+THROUGH_HOST = "what GPUs exchange goes through the host's memory"
 
 KERNEL_UP_TO_BYTES = 128 << 20
 """With auto, larger buffers are performed the plain way: torch's copies are the faster ones then."""
@@ -51,26 +52,48 @@ NOTICE_BYTES = 4096
 
 
 def connect_gpus(host: Transport, device: torch.device, deadline_s: float, performer: str) -> tuple[Transport, str]:
-    """The transport between the ranks' GPUs; or the host's, and why these GPUs cannot reach each other's memory.
+    """The transport between the ranks' GPUs, or the host's; and a line that says why it is not what was hoped for.
 
-    `device` is this rank's and the current one. All ranks get the same kind. `deadline_s` bounds every wait. Raises
-    TransportError where `performer` is triton and there is none, or the first signals do not arrive.
+    It is the host's where these GPUs cannot reach each other's memory, and without the kernel where Triton cannot
+    compile it. `device` is this rank's and the current one. All ranks get the same kind. `deadline_s` bounds every
+    wait. Raises TransportError where `performer` is triton and there is none, or the first signals do not arrive.
     """
     board = Noticeboard(host)
-    obstacles = board.exchange(_obstacle(device, board.exchange(device.index)))
+    flags = host.share(flag_words(host.world_size), torch.int32).parts
+    signals, obstacle = _stream_signals(host.rank, flags, device, deadline_s, board.exchange(device.index))
     arena = CudaArena(board, host.rank, device)
-    if not any(obstacles):
-        try:
-            arena.allocate(host.world_size, 1, torch.int32)
-            obstacles = board.exchange("")
-        except RuntimeError as error:  # a container may forbid it
-            obstacles = board.exchange(f"GPU memory of another process cannot be mapped: {_first_line(error)}")
-    found = [f"{obstacle} (rank {rank})" for rank, obstacle in enumerate(obstacles) if obstacle]
-    if found:
-        return host, found[0]
-    transport = CudaIpcTransport(host, arena, device, deadline_s, performer)
+    obstacle = board.first(obstacle) or _mapping_obstacle(board, arena, host.world_size)
+    if obstacle or signals is None:
+        return host, f"{THROUGH_HOST}: {obstacle}"
+    why = "" if performer == "plain" else board.first(_kernel_obstacle(host, device, signals.note_address, deadline_s))
+    if why and performer == "triton":
+        raise TransportError(f"--performer triton: {why}; take --performer plain")
+    transport = CudaIpcTransport(host, arena, signals, device, deadline_s, "plain" if why else performer)
     transport.meet()
-    return transport, ""
+    return transport, f"torch's own operations do what one kernel would do faster: {why}" if why else ""
+
+
+def _stream_signals(
+    rank: int, flags: list[Tensor], device: torch.device, deadline_s: float, indices: list[int]
+) -> tuple[StreamSignals | None, str]:
+    """This rank's; or why it cannot take part."""
+    obstacle = _obstacle(device, indices)
+    if obstacle:
+        return None, obstacle
+    try:
+        torch.cuda.synchronize(device)  # the driver's calls need the context that this makes
+        return StreamSignals(rank, flags, device, deadline_s), ""
+    except RuntimeError as error:
+        return None, f"GPU {device.index} cannot reach the host's memory: {_first_line(error)}"
+
+
+def _mapping_obstacle(board: Noticeboard, arena: CudaArena, world_size: int) -> str:
+    """Why GPU memory cannot be shared; an empty text where it can. All ranks call it, and get the same."""
+    try:
+        arena.allocate(world_size, 1, torch.int32)
+        return board.first("")
+    except RuntimeError as error:  # a container may forbid it
+        return board.first(f"GPU memory of another process cannot be mapped: {_first_line(error)}")
 
 
 def _obstacle(device: torch.device, indices: list[int]) -> str:
@@ -84,6 +107,21 @@ def _obstacle(device: torch.device, indices: list[int]) -> str:
     for index in indices:
         if index != device.index and not torch.cuda.can_device_access_peer(device, index):
             return f"GPU {device.index} cannot reach the memory of GPU {index}"
+    return ""
+
+
+def _kernel_obstacle(host: Transport, device: torch.device, note_address: int, deadline_s: float) -> str:
+    """Why this rank cannot compile and launch the kernel; an empty text where it has. Nothing is exchanged.
+
+    What peers would else wait for at the first operation is so compiled while nobody waits on a GPU.
+    """
+    try:
+        from torch_parallel.transport.triton_performer import try_out
+
+        try_out(host.rank, host.world_size, device, note_address, deadline_s)
+        torch.cuda.synchronize(device)
+    except Exception as error:  # Triton raises many kinds: without a C compiler, without Python's headers, ...
+        return f"Triton does not work here: {_first_line(error)}"
     return ""
 
 
@@ -102,6 +140,11 @@ class Noticeboard:
         everyones = [pickle.loads(part.numpy().tobytes()) for part in self._buffer.parts]
         self._host.agree("have read notices")
         return everyones
+
+    def first(self, obstacle: str) -> str:
+        """The obstacle of the lowest rank that has one, and which rank that is; empty where all texts are empty."""
+        found = [f"{text} (rank {rank})" for rank, text in enumerate(self.exchange(obstacle)) if text]
+        return found[0] if found else ""
 
 
 class CudaArena:
@@ -155,40 +198,40 @@ def _handle(tensor: Tensor) -> Handle | str:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).split("\n")[0]
+    return str(error).split("\n")[0][:300] or type(error).__name__
 
 
 class CudaIpcTransport(Transport):
     """The transport of one rank's GPU. Make it with `connect_gpus`.
 
-    Memory that all ranks have in common lies on rank 0's GPU. Performed the plain way, whatever `performer` says:
-    what is acknowledged later, what an observer looks at, and what the kernel cannot do (`TritonPerformer`).
+    Memory that all ranks have in common, or that one of them has alone, lies on rank 0's GPU. Performed the plain way,
+    whatever `performer` says: what is acknowledged later, what an observer looks at, and what the kernel cannot do
+    (`TritonPerformer`).
     """
 
     enqueues = True
 
     def __init__(
-        self, host: Transport, arena: CudaArena, device: torch.device, deadline_s: float, performer: str = "auto"
+        self,
+        host: Transport,
+        arena: CudaArena,
+        signals: StreamSignals,
+        device: torch.device,
+        deadline_s: float,
+        performer: str = "auto",
     ) -> None:
-        flags = host.share(flag_words(host.world_size), torch.int32).parts
-        self._stream_signals = StreamSignals(host.rank, flags, device, deadline_s)
-        super().__init__(host.rank, host.world_size, self._stream_signals)
+        super().__init__(host.rank, host.world_size, signals)
+        self._stream_signals = signals
         self.common_is_near = host.world_size == 1
         self.device = device
         self._host = host
         self._arena = arena
-        self.triton = None if performer == "plain" else self._make_triton(deadline_s, required=performer == "triton")
+        self.triton = None if performer == "plain" else self._make_triton(deadline_s)
         self.performer = performer
         """One of PERFORMERS; may be changed between calls, on all ranks."""
-        self._watchdog = Watchdog(self._stream_signals)
+        self._watchdog = Watchdog(signals)
 
-    def _make_triton(self, deadline_s: float, required: bool) -> TritonPerformer | None:
-        if importlib.util.find_spec("triton") is None:
-            if required:
-                raise TransportError(
-                    "--performer triton: triton is not installed; install it, or take --performer plain"
-                )
-            return None
+    def _make_triton(self, deadline_s: float) -> TritonPerformer:
         from torch_parallel.transport.triton_performer import FLAGS_PER_PEER, TritonPerformer
 
         flags = self._arena.allocate(self.world_size, self.world_size * FLAGS_PER_PEER, torch.int32)

@@ -59,7 +59,7 @@ class StreamSignals(Signals):
         self.notes = [part[-4:].view(torch.int64) for part in flags]
         """Of each rank: [0] what its kernel gave up to wait for; [1] a peer that gave up, rank + 1; zeros else."""
         self.pending: deque[Wait] = deque()
-        """Oldest first; the watchdog takes out those that are over."""
+        """Oldest first; the watchdog takes out those that are over, as long as none has failed."""
         self._rank = rank
         self._device_index = device.index
         self._bases = [device_address(part) for part in flags]
@@ -100,12 +100,13 @@ class StreamSignals(Signals):
         return f"exchanging with rank {peer}: it gave up waiting for another rank" if peer >= 0 else None
 
     def give_up(self) -> None:
-        """Tells all peers so, and ends all waits."""
+        """Tells all peers so, and ends all waits. May be called again, for flags that a late peer has set back."""
         for peer, notes in enumerate(self.notes):
             if peer != self._rank:
                 notes[1] = self._rank + 1
         for wait in list(self.pending):
-            self.flags[self._rank][wait.word] = as_int32(wait.number)
+            if not self._has_come(wait.word, wait.number):
+                self.flags[self._rank][wait.word] = as_int32(wait.number)
 
     def take_out_what_is_over(self) -> None:
         while self.pending and self._has_come(self.pending[0].word, self.pending[0].number):
@@ -119,7 +120,11 @@ class StreamSignals(Signals):
 
 
 class Watchdog:
-    """Ends the waits of one rank's streams at the deadline. `failure` says what for; None while all is well."""
+    """Ends the waits of one rank's streams at the deadline. `failure` says what for; None while all is well.
+
+    From then on it ends every wait at the next look, those that are over too: a late peer's stream may still write the
+    number that it had come to, which is less than what waits here.
+    """
 
     def __init__(self, signals: StreamSignals) -> None:
         self.failure: str | None = None
@@ -135,14 +140,16 @@ class Watchdog:
             self._look(time.monotonic())
 
     def _look(self, now_s: float) -> None:
+        if self.failure is not None:
+            self._signals.give_up()
+            return
         self._signals.take_out_what_is_over()
         oldest = self._signals.pending[0] if self._signals.pending else None
         if oldest is not self._oldest:
             self._oldest, self._oldest_since_s = oldest, now_s
         elif oldest is not None and now_s - self._oldest_since_s > self._deadline_s:
-            if self.failure is None:
-                waited_s = now_s - self._oldest_since_s
-                self.failure = self._signals.who_gave_up() or f"{oldest}: {silence([oldest.peer], waited_s)}"
+            silent = f"{oldest}: {silence([oldest.peer], now_s - self._oldest_since_s)}"
+            self.failure = self._signals.who_gave_up() or silent
             self._signals.give_up()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from torch_parallel.collectives import RING_ALL_REDUCE
 from torch_parallel.collectives.schedule import Collective, chunk_bounds
 from torch_parallel.transport import kernel
 from torch_parallel.transport.buffer import Plan, SharedBuffer
@@ -63,14 +64,16 @@ class TritonPerformer:
         self.device = flags[rank].device
         self._gave_up = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._note_address = note_address
+        self.flags = flags
         self._flags = _addresses(flags)
         self._limit_ns = int(deadline_s * 1e9)
         self._base = 0
         self._launched: deque[tuple[int, str, Program]] = deque(maxlen=4096)  # more than a stream can hold
 
     def can_perform(self, collective: Collective, buffer: SharedBuffer) -> bool:
+        """The same on all ranks, so it looks at everybody's part: of memory of one rank alone the others are empty."""
         movable = not collective.equal_chunks
-        return movable and buffer.local.dtype in kernel.ELEMENTS and buffer.local.numel() > 0
+        return movable and buffer.local.dtype in kernel.ELEMENTS and all(part.numel() for part in buffer.parts)
 
     def perform(self, collective: Collective, buffer: SharedBuffer, plan: Plan, doing: str) -> None:
         """Enqueues the operation, the acknowledgement of its reads included. `plan` is what it is bound to."""
@@ -81,7 +84,18 @@ class TritonPerformer:
             return
         self._launched.append((self._base, doing, table.program))
         self._launch(table, buffer.local.dtype, self.settings)
-        self._base = as_int32(self._base + table.program.signals)
+        next_base = as_int32(self._base + table.program.signals)
+        if next_base >> 30 != self._base >> 30:
+            self._bring_forward(next_base)
+        self._base = next_base
+
+    def _bring_forward(self, number: int) -> None:
+        """Writes all of this rank's flags on its peers, once in 2^30 numbers, when all before `number` are written.
+
+        Programs that are not launched write none. After 2^31 numbers theirs would seem ahead, and nobody would wait.
+        """
+        for flags in self.flags:
+            flags[self.rank * FLAGS_PER_PEER : (self.rank + 1) * FLAGS_PER_PEER].fill_(number)
 
     def _launch(self, table: Table, dtype: torch.dtype, settings: Settings) -> None:
         block = settings.block_bytes // dtype.itemsize
@@ -126,6 +140,18 @@ class TritonPerformer:
         places = [memory.data_ptr() for memory in [*buffer.parts, *plan.regions[1:]]]
         rows = torch.tensor(program.rows(bounds, places), dtype=torch.int64, device=self.device)
         return Table(program, rows, max(stop - start for start, stop in pairwise(bounds)))
+
+
+def try_out(rank: int, world_size: int, device: torch.device, note_address: int, deadline_s: float) -> None:
+    """Compiles the kernel as a ring of float32 needs it, and launches it with nothing to do.
+
+    Raises whatever Triton does where it cannot; takes a second or more where Triton's cache does not have it.
+    """
+    flags = [torch.zeros(1, dtype=torch.int32, device=device)] * world_size
+    performer = TritonPerformer(rank, flags, note_address, deadline_s)
+    program = replace(compile_schedule(RING_ALL_REDUCE, rank, world_size), instructions=())
+    table = Table(program, torch.zeros(program.width, dtype=torch.int64, device=device), longest_chunk=1)
+    performer._launch(table, torch.float32, performer.settings)
 
 
 def _addresses(parts: list[Tensor]) -> Tensor:

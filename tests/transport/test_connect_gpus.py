@@ -1,0 +1,97 @@
+"""What ranks do where one of them cannot take part, without a GPU: what needs one is replaced."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from torch_parallel import Communicator, launch
+from torch_parallel.transport import cuda_ipc
+from torch_parallel.transport.base import TransportError
+from torch_parallel.transport.cuda_driver import DriverError
+
+
+class FakeSignals:
+    note_address = 0
+
+    def __init__(self, rank: int, flags: list[torch.Tensor], device: torch.device, deadline_s: float) -> None:
+        pass
+
+
+class FakeTransport:
+    def __init__(self, host: Any, arena: Any, signals: Any, device: Any, deadline_s: float, performer: str) -> None:
+        self.performer = performer
+
+    def meet(self) -> None:
+        pass
+
+
+def connected(communicator: Communicator, fails: str, performer: str) -> tuple[bool, str, str]:
+    """Whether it is the host's transport, its performer, and the line; rank 1 fails with what `fails` names."""
+    here = communicator.rank == 1
+
+    def signals(*arguments: Any) -> FakeSignals:
+        if here and fails == "register":
+            raise DriverError("the CUDA driver failed with CUDA_ERROR_OPERATING_SYSTEM (304)")
+        return FakeSignals(*arguments)
+
+    def try_out(*arguments: Any) -> None:
+        if here and fails == "compile":
+            raise OSError("no C compiler\nand a second line")
+
+    fake: Any = cuda_ipc
+    fake._obstacle = lambda device, indices: "no way" if here and fails == "access" else ""
+    fake._mapping_obstacle = lambda board, arena, world_size: board.first("")
+    fake.StreamSignals, fake.CudaIpcTransport = signals, FakeTransport
+    torch.cuda.synchronize = lambda device: None
+    sys.modules["torch_parallel.transport.triton_performer"] = SimpleNamespace(try_out=try_out)  # type: ignore
+    transport, line = cuda_ipc.connect_gpus(communicator.transport, torch.device("cuda", 0), 20, performer)
+    return transport is communicator.transport, getattr(transport, "performer", ""), line
+
+
+@pytest.mark.parametrize(
+    ("fails", "found"),
+    [
+        ("", (False, "auto", "")),
+        ("access", (True, "", f"{cuda_ipc.THROUGH_HOST}: no way (rank 1)")),
+        (
+            "register",
+            (
+                True,
+                "",
+                f"{cuda_ipc.THROUGH_HOST}: GPU 0 cannot reach the host's memory: "
+                "the CUDA driver failed with CUDA_ERROR_OPERATING_SYSTEM (304) (rank 1)",
+            ),
+        ),
+        (
+            "compile",
+            (
+                False,
+                "plain",
+                "torch's own operations do what one kernel would do faster: "
+                "Triton does not work here: no C compiler (rank 1)",
+            ),
+        ),
+    ],
+)
+def test_an_obstacle_of_one_rank_is_one_of_all(fails: str, found: tuple[bool, str, str]) -> None:
+    assert launch(connected, 2, fails, "auto", threads=1, deadline_s=30) == [found] * 2
+
+
+def refused(communicator: Communicator) -> str:
+    with pytest.raises(TransportError) as raised:
+        connected(communicator, "compile", "triton")
+    return str(raised.value)
+
+
+def test_who_asks_for_triton_is_told_that_it_does_not_work() -> None:
+    expected = "--performer triton: Triton does not work here: no C compiler (rank 1); take --performer plain"
+    assert launch(refused, 2, threads=1, deadline_s=30) == [expected] * 2
+
+
+def test_who_asks_for_plain_needs_no_compiler() -> None:
+    assert launch(connected, 2, "compile", "plain", threads=1, deadline_s=30) == [(False, "plain", "")] * 2
