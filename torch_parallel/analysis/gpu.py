@@ -99,8 +99,11 @@ def _draw_streams(axes: Axes, side: str, work: list[dict[str, str]]) -> None:
 
 def cards_told(about: dict[str, Any]) -> str:
     """2 NVIDIA H200, torch 2.11.0+cu130."""
-    cards = about["cards"]
-    return f"{len(cards)} {cards[0]['name'] if isinstance(cards[0], dict) else cards[0]}, torch {about['versions']['torch']}"
+    return f"{len(about['cards'])} {about['cards'][0]}, torch {about['versions']['torch']}"
+
+
+def _commit(about: dict[str, Any]) -> str:
+    return str(about["commit"] or "?")[:7]
 
 
 def nccl_table(results_dir: str | Path = "results") -> str:
@@ -118,9 +121,10 @@ def nccl_table(results_dir: str | Path = "results") -> str:
         lines.append(f"| {size_told(size)} | {' | '.join(cells)} |")
     about = manifest(folders["all_reduce"])
     note = (
-        f"Times NCCL's speed, single calls / back to back, of what is fastest (in brackets, back to back). "
-        f"{cards_told(about)}, NCCL {about.get('NCCL', '?')} without multicast, {about['started'][:10]}, from "
-        f"`{folders['all_reduce'].relative_to(results_dir)}` and the folders beside it (commit {(about['commit'] or '?')[:7]})."
+        "Times NCCL's speed, single calls / back to back, of what is fastest (in brackets, back to back). "
+        f"{cards_told(about)}, NCCL {about['NCCL']}, NCCL_NVLS_ENABLE {about['NCCL_NVLS_ENABLE']} (multicast), "
+        f"{about['started'][:10]}, from `{folders['all_reduce'].relative_to(results_dir)}` and those of the others "
+        f"(commit {_commit(about)})."
     )
     return "\n".join([*lines, "", note])
 
@@ -162,7 +166,7 @@ def gpu_step_table(results_dir: str | Path = "results") -> str:
             )
     about = manifest(folders[-1])
     note = (
-        f"Medians (least to largest), in turns with DistributedDataParallel in the same processes; memory of the fullest "
-        f"GPU. {cards_told(about)}, {about['started'][:10]}, from `bench_step_gpu/` (commit {(about['commit'] or '?')[:7]})."
+        "Medians (least to largest), in turns with DistributedDataParallel in the same processes; memory of the "
+        f"fullest GPU. {cards_told(about)}, {about['started'][:10]}, from `bench_step_gpu/` (commit {_commit(about)})."
     )
     return "\n".join([*lines, "", note])
