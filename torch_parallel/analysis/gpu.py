@@ -1,4 +1,4 @@
-"""What was measured on GPUs: collectives beside NCCL's, steps beside DistributedDataParallel's, as figures and tables."""
+"""What was measured on GPUs: collectives beside NCCL, steps beside DistributedDataParallel, as figures and tables."""
 
 from __future__ import annotations
 
