@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from torch_parallel import bench, launch
-from torch_parallel.bench import collectives, gpu, mpi, operations, step
+from torch_parallel.bench import collectives, compare, gpu, mpi, operations, step
 from torch_parallel.bench.collectives import Timing
 from torch_parallel.collectives import ALL_REDUCE
 from torch_parallel.communicator import Communicator
@@ -242,10 +242,71 @@ def test_a_row_of_gpus_by_hand() -> None:
     row = ours.row(4, nccl)
     assert (row["time_us"], row["algbw"], row["busbw"]) == (5000, 1.6, 1.2)
     assert (row["back_to_back_us"], row["back_to_back_busbw"]) == (4000, 1.5)
+    assert row["back_to_back_lower_quartile_us"] < 4000 < row["back_to_back_upper_quartile_us"]
     assert (row["times_faster_than_nccl"], row["back_to_back_times_faster"]) == (2, 0.5)
     on_the_cpu = Timing("reduce_scatter", "ring", 8_000_000, [0.005] * 3).row(4, Timing("", "gloo", 1, [1.0]))
     shared = [name for name in on_the_cpu if name != "times_faster_than_gloo"]
     assert [name for name in row if "back_to_back" not in name and "nccl" not in name] == shared
+
+
+def wrong_back_to_back(communicator: Communicator) -> list[int]:
+    """Of one way that sums, one that does nothing, and one that returns what the first call gave."""
+    start = operations.base(2, 4)
+    target, first = torch.empty(2, 4), []
+
+    def stale() -> torch.Tensor:
+        first.append(communicator.all_reduce(target).clone())
+        return first[0]
+
+    ways = {
+        "right": (target, partial(communicator.all_reduce, target)),
+        "wrong": (target, lambda: target),
+        "stale": (target, stale),
+    }
+    return gpu._wrong_back_to_back(communicator, ways, start, torch.empty(2, 4), "all_reduce").tolist()
+
+
+def test_a_wrong_result_of_calls_back_to_back_is_noticed() -> None:
+    """On rank 1, 0 + 1 happens to be the sum 2 * 0 + 1."""
+    assert launch(wrong_back_to_back, 2, deadline_s=30) == [[0, 8, 8], [0, 7, 8]]
+
+
+def test_the_best_grid_of_each_size_is_named() -> None:
+    def row(way: str, size_bytes: int, us: float) -> dict[str, Any]:
+        return {"collective": "all_reduce", "n": 2, "size_bytes": size_bytes, "way": way, "back_to_back_us": us}
+
+    rows = [row("nccl", 4096, 3.0), row("ring, triton", 4096, 12.0), row("ring, 16x8k/16", 4096, 11.0)]
+    rows += [row("one_shot, triton", 4096, 15.0), row("one_shot, 64x32k/16", 4096, 10.0)]
+    assert list(gpu.best_grids(rows)) == [
+        "all_reduce, 2 processes, 4,096 bytes: one_shot, 64x32k/16 is the best grid with 10.0 us in a row; "
+        "the chosen one takes 1.50 of that"
+    ]
+    more = [row("ring, triton", 16384, 12.0), row("ring, 16x8k/16", 16384, 12.0)]
+    assert [line[:39] for line in gpu.best_grids(rows + more)] == [
+        "all_reduce, 2 processes, 4,096 bytes: o",
+        "all_reduce, 2 processes, 16,384 bytes: ",
+    ]
+    assert list(gpu.best_grids(rows[:2])) == []
+
+
+def test_without_peer_access_there_is_nothing_to_time_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on processes whose transport is the host's."""
+    monkeypatch.setattr(gpu, "launch", lambda *arguments, device, **more: launch(*arguments, **more))
+    with pytest.raises(DeviceError, match="these GPUs do not reach each other's memory"):
+        gpu.measure(2, [("all_reduce", 4096, 5)], all_settings=False)
+
+
+def test_gpus_are_timed_up_to_a_gibibyte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "choose_processes", lambda n, device: None)
+    assert compare._parse("all_reduce", []).largest_mb == 400
+    assert compare._parse("all_reduce", ["--device", "cuda"]).largest_mb == 1024
+    assert compare._parse("all_reduce", ["--device", "cuda", "--largest_mb", "2"]).largest_mb == 2
+
+
+def test_versions_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert gpu.driver_version() == "unknown"
+    assert gpu.triton_version() == "not installed" or gpu.triton_version()[0].isdigit()
 
 
 @pytest.mark.gpu
@@ -261,3 +322,5 @@ def test_every_collective_on_gpus_gives_the_right_result_by_all_ways(tmp_path: P
     }
     assert all(float(row["time_us"]) > 0 and float(row["back_to_back_us"]) > 0 for row in rows)
     assert manifest["status"] == "completed" and manifest["NCCL"].startswith("2.")
+    assert re.fullmatch(r"[\d.]+", manifest["driver"])
+    assert "ring, auto" in {row["way"] for row in rows} or manifest["Triton"] == "not installed"

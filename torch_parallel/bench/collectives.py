@@ -32,6 +32,7 @@ BYTES_PER_SIZE = 100 << 20
 """So much is moved at each size, within the bounds on the number of repeats, in each round."""
 FEWEST_REPEATS, MOST_REPEATS = 5, 100
 PEER = "gloo"
+LARGEST_MB = 400
 ROUNDS = 2
 """Our processes, with gloo, and MPI's, take turns so often."""
 

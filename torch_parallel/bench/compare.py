@@ -66,6 +66,8 @@ def bench_collectives(operations: list[str], arguments: list[str]) -> None:
     if wrong:
         sys.exit(f"wrong results, so no figure above means anything: {', '.join(wrong)}")
     print(f"\nbandwidths in GB/s; times are medians of the slowest rank's; x {peer} = {peer}'s time / this one's")
+    for best in gpu.best_grids(rows) if on_gpus else ():
+        print(best)
     save(folder, rows)
     if not on_gpus:
         with contextlib.suppress(ValueError):  # too few sizes were asked for
@@ -76,13 +78,19 @@ def _parse(name: str, arguments: list[str]) -> Namespace:
     """Raises ConfigError and DeviceError."""
     parser = OneLineParser(prog=f"python -m torch_parallel bench {name}", allow_abbrev=False)
     parser.add_argument("--n_gpus", type=int, nargs="+", default=[2], help="processes; one or more counts (default: 2)")
-    parser.add_argument("--largest_mb", type=float, default=400, help="no sizes above this many MiB (default: 400)")
+    parser.add_argument(
+        "--largest_mb",
+        type=float,
+        help=f"no sizes above this many MiB (default: {collectives.LARGEST_MB}, on GPUs {gpu.LARGEST_MB})",
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: beside NCCL (default: cpu)")
     parser.add_argument(
         "--settings", default="best", choices=("best", "all"), help="all: every grid of the GPU's kernel"
     )
     parser.add_argument("--results_dir", default="results/runs", help="folder for a folder with the figures")
     options = parser.parse_args(arguments)
+    if options.largest_mb is None:
+        options.largest_mb = gpu.LARGEST_MB if options.device == "cuda" else collectives.LARGEST_MB
     for n in options.n_gpus:
         if n < 2:
             raise ConfigError(f"--n_gpus {n}: it takes at least 2 processes to exchange anything")

@@ -113,9 +113,9 @@ def _share(
             _block(row, block, start, stop, SOURCES, ELEMENT, ACCUMULATOR, BLOCK, False)
 
 
-@triton.jit(do_not_specialize=["row_count", "note_address", "rank", "base", "limit_ns"])
+@triton.jit(do_not_specialize=["row_count", "note_address", "rank", "base", "limit_ms"])
 def perform_table(
-    table, row_count, flags, gave_up, note_address, rank, base, limit_ns, WIDTH: tl.constexpr,
+    table, row_count, flags, gave_up, note_address, rank, base, limit_ms, WIDTH: tl.constexpr,
     SOURCES: tl.constexpr, ELEMENT: tl.constexpr, ACCUMULATOR: tl.constexpr, BLOCK: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
     """Performs `table` [row_count, WIDTH] of int64.
@@ -123,7 +123,9 @@ def perform_table(
     flags           [world_size] of int64: addresses of every rank's flags, as this GPU reaches them
     gave_up         one int64, 0 while all is well; `note_address` is that of another, in the host's memory
     base            what the numbers of this operation are counted from, the same on all ranks
+    limit_ms        of every wait; in nanoseconds its type, and so the compiled kernel, would depend on its size
     """
+    limit_ns = limit_ms.to(tl.int64) * 1_000_000
     program = tl.program_id(0)
     my_flags = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
     index = 0

@@ -66,7 +66,7 @@ class TritonPerformer:
         self._note_address = note_address
         self.flags = flags
         self._flags = _addresses(flags)
-        self._limit_ns = int(deadline_s * 1e9)
+        self._limit_ms = int(deadline_s * 1e3)
         self._base = 0
         self._launched: deque[tuple[int, str, Program]] = deque(maxlen=4096)  # more than a stream can hold
 
@@ -108,7 +108,7 @@ class TritonPerformer:
             self._note_address,
             self.rank,
             self._base,
-            self._limit_ns,
+            self._limit_ms,
             table.program.width,
             table.program.source_count,
             kernel.ELEMENTS[dtype],
@@ -128,7 +128,7 @@ class TritonPerformer:
         """What a kernel noted: what it waited for, and who did not come."""
         row, peer = divmod(note & 0xFFFFFFFF, kernel.PEERS_IN_A_NOTE)
         doing = next((self._describe(row, *each) for each in list(self._launched) if each[0] == note >> 32), "long ago")
-        return f"{doing}: no signal from rank {peer - 1} for {self._limit_ns / 1e9:.1f} s"
+        return f"{doing}: no signal from rank {peer - 1} for {self._limit_ms / 1e3:.1f} s"
 
     def _describe(self, row: int, base: int, doing: str, program: Program) -> str:
         number = program.instructions[row].round
