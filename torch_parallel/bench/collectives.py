@@ -1,8 +1,9 @@
 """Timings of collective operations, by us, gloo and MPI, on the CPU.
 
-Before each timed call the same way is performed once untimed, so that none stands beside the caches of another; every
-repeat begins with the next way. Buffers are refilled before each call, and the first and the last result are checked, element by element. What is
-timed of a buffer that was shared beforehand includes waiting until the peers have done reading it.
+Before each timed call the same way is performed once untimed, so that none pays for the caches that another has left;
+every repeat begins with the next way. Buffers are refilled before each call, and the first and the last result are
+checked, element by element. What is timed of a buffer that was shared beforehand includes waiting until the peers have
+done reading it.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Rates:
     contention: float = 0.0
     """In shared memory: by what part a move takes longer for each other rank that moves at the same time."""
     latency_is_on_the_way: bool = False
-    """Over links: during alpha a message keeps its receiver waiting, but not its sender's link, as emulated links do."""
+    """Over links: during alpha a message keeps its receiver waiting, but not its sender's link, as if emulated."""
 
 
 def predicted_s(
