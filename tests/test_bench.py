@@ -120,6 +120,20 @@ def test_every_collective_gives_the_right_result_by_all_ways(tmp_path: Path, mon
     assert {row["way"] for row in rows} >= {name for each in operations.ALGORITHMS.values() for name in each}
 
 
+def order_of_calls(communicator: Communicator) -> list[str]:
+    start, called = operations.base(1, 4), []
+    target = torch.empty(1, 4)
+    ways = {name: (target, lambda name=name: called.append(name) or target) for name in "abc"}
+    collectives.alternate(communicator, ways, start, torch.empty(1, 4), "all_reduce", repeats=2)
+    return called
+
+
+def test_every_way_is_warmed_up_by_itself_and_each_begins_in_turn() -> None:
+    """Twice each, of which the second counts: a repeat that warms up, and two that count."""
+    (called,) = launch(order_of_calls, 1, deadline_s=30)
+    assert "".join(called) == "ccaabbaabbccbbccaa"
+
+
 def wrong_of_ways(communicator: Communicator) -> list[int]:
     """Of one way that sums, one that does nothing, and one that returns for ever what was right the first time."""
     start = operations.base(2, 4)
