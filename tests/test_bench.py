@@ -53,7 +53,7 @@ def test_sizes_are_cut_to_what_the_ranks_divide_and_a_barrier_has_none() -> None
         ("barrier", 0),
     ]
     repeats = [repeats for _, _, repeats in collectives.jobs_of(["reduce"], 2, 400 << 20)]
-    assert repeats == sorted(repeats, reverse=True) and repeats[0] == 100 and repeats[-1] == 5
+    assert repeats == sorted(repeats, reverse=True) and repeats[0] == 100 and repeats[-1] == 3
 
 
 def test_what_is_expected_of_three_ranks_by_hand() -> None:
