@@ -53,7 +53,7 @@ def test_sizes_are_cut_to_what_the_ranks_divide_and_a_barrier_has_none() -> None
         ("barrier", 0),
     ]
     repeats = [repeats for _, _, repeats in collectives.jobs_of(["reduce"], 2, 400 << 20)]
-    assert repeats == sorted(repeats, reverse=True) and repeats[0] == 100 and repeats[-1] == 5
+    assert repeats == sorted(repeats, reverse=True) and repeats[0] == 100 and repeats[-1] == 3
 
 
 def test_what_is_expected_of_three_ranks_by_hand() -> None:
@@ -118,6 +118,20 @@ def test_every_collective_gives_the_right_result_by_all_ways(tmp_path: Path, mon
     assert {row["collective"] for row in rows} == set(operations.ALGORITHMS)
     assert {row["wrong"] for row in rows} == {"0"}
     assert {row["way"] for row in rows} >= {name for each in operations.ALGORITHMS.values() for name in each}
+
+
+def order_of_calls(communicator: Communicator) -> list[str]:
+    start, called = operations.base(1, 4), []
+    target = torch.empty(1, 4)
+    ways = {name: (target, lambda name=name: called.append(name) or target) for name in "abc"}
+    collectives.alternate(communicator, ways, start, torch.empty(1, 4), "all_reduce", repeats=2)
+    return called
+
+
+def test_every_way_is_warmed_up_by_itself_and_each_begins_in_turn() -> None:
+    """Twice each, of which the second counts: a repeat that warms up, and two that count."""
+    (called,) = launch(order_of_calls, 1, deadline_s=30)
+    assert "".join(called) == "ccaabbaabbccbbccaa"
 
 
 def wrong_of_ways(communicator: Communicator) -> list[int]:

@@ -94,5 +94,12 @@ def test_a_bench_is_fitted_anew_from_its_table(tmp_path: Path, capsys: pytest.Ca
     bench.main(["fit", str(tmp_path)])
     assert json.loads((tmp_path / "fit.json").read_text())["alpha_s"] == pytest.approx(3e-6, rel=0.02)
     assert "15 of 15" in capsys.readouterr().out
+    bench.main(["fit", str(tmp_path), "--n", "2", "--mb", "4"])
+    told = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[1:]}
+    assert set(told) == set(ALL_REDUCE)
+    expected_us = 1e6 * predicted_s(ALL_REDUCE["ring"], 2, 1 << 22, TRUE, 2)
+    assert float(told["ring"][0].replace(",", "")) == pytest.approx(expected_us, rel=0.03)
+    with pytest.raises(ConfigError, match="2 ranks or more"):
+        bench.main(["fit", str(tmp_path), "--n", "1"])
     with pytest.raises(ConfigError, match="no timings to fit there"):
         bench.main(["fit", str(tmp_path / "nothing")])

@@ -19,7 +19,7 @@ from torch_parallel.analysis.figure import Figure
 from torch_parallel.analysis.runs import ExperimentMissing, Unequal, newest
 from torch_parallel.analysis.tables import with_tables
 from torch_parallel.collectives import COLLECTIVES
-from torch_parallel.steps import StepTimes, read_steps
+from torch_parallel.steps import read_steps
 from torch_parallel.trace import read_chrome_trace
 from torch_parallel.training.config import OneLineParser
 
@@ -69,9 +69,9 @@ def _draw_timeline(results_dir: Path, file: Path) -> None:
     _save(timeline.draw(events, first_s=first_step_s), file, trace)
 
 
-def _draw_waits(draw: Callable[[list[StepTimes]], matplotlib.figure.Figure], results_dir: Path, file: Path) -> None:
+def _draw_waits(draw: Callable[..., matplotlib.figure.Figure], results_dir: Path, file: Path) -> None:
     table = newest("waits", results_dir) / "steps.csv"
-    _save(draw(read_steps(table)), file, table)
+    _save(draw(read_steps(table), title="a slow worker, emulated"), file, table)
 
 
 def _draw_ring(results_dir: Path, file: Path) -> None:

@@ -103,3 +103,10 @@ def test_a_schedule_that_gets_stuck() -> None:
     stuck = replace(COLLECTIVES["broadcast"], rounds=lambda rank, world_size: iter(both_wait[rank]))
     with pytest.raises(ValueError, match="stuck"):
         predicted_s(stuck, 2, 8, RATES)
+
+
+def test_the_latency_of_emulated_links_does_not_keep_a_root_busy() -> None:
+    """The root's three messages leave one behind the other, each arriving a latency later; a ring waits for each."""
+    rates = Rates(10.0, 1.0, latency_is_on_the_way=True)
+    assert predicted_s(COLLECTIVES["broadcast"], 4, 8, rates) == 3 * 8 + 10
+    assert predicted_s(COLLECTIVES["ring"], 4, 8, rates) == 6 * (10 + 2)

@@ -113,7 +113,7 @@ def test_a_message_arrives_once() -> None:
     arrivals = [[(m.source, m.to, len(m.chunks)) for m in messages] for messages in moves(two, 3)]
     assert arrivals == [[(0, 1, 0)], [(2, 0, 1)], [(0, 1, 1)]]
     assert states(two, 3)[-1] == table("ac", "abc", "c")
-    assert "  replaced: 0 --> 1\n" in show(two, 3)
+    assert "  signals:  0 --> 1\n" in show(two, 3)
 
 
 @pytest.mark.parametrize("world_size", range(1, 9))
@@ -191,6 +191,8 @@ def test_the_drawing_of_one_shot_literally() -> None:
         "  [ ]          sent in the next round",
         "  0 -k-> 1     rank 0 sends chunk k to rank 1",
         "  0 -k-> 1:j   which puts it, or the sum, into its chunk j",
+        "  moved        between a rank's own chunks, without any message",
+        "  -            nothing yet",
         "",
         "  before      chunk 0   result 1",
         "    rank 0      [a]        -",

@@ -287,7 +287,8 @@ def test_training_performs_the_registered_schedule_itself() -> None:
         def __init__(self, *arguments, **options) -> None:
             from torch_parallel.collectives import ALL_REDUCE  # the worker's own registry
 
-            ALL_REDUCE["wrong"] = Collective(**{**vars(RING_ALL_REDUCE), "name": "wrong", "rounds": wrong_ring})
+            changed = {"name": "wrong", "rounds": wrong_ring, "wrong_on_purpose": True}
+            ALL_REDUCE["wrong"] = Collective(**{**vars(RING_ALL_REDUCE), **changed})
             super().__init__(*arguments, **options)
 
     settings = [(MODELS["mlp"], OPTIMIZERS["sgd"], torch.float64)]

@@ -234,7 +234,8 @@ def wrong_rounds(rank: int, world_size: int):
 
 def first_step(communicator: Communicator, wrong: bool) -> list[float]:
     if wrong:
-        sharded.DIRECT_REDUCE_SCATTER = Collective(**{**vars(DIRECT_REDUCE_SCATTER), "rounds": wrong_rounds})
+        changed = {"rounds": wrong_rounds, "wrong_on_purpose": True}
+        sharded.DIRECT_REDUCE_SCATTER = Collective(**{**vars(DIRECT_REDUCE_SCATTER), **changed})
     strategy = make(communicator, lambda named: torch.optim.SGD([each for _, each in named], lr=1.0))
     strategy.begin_step()
     (strategy.model.d.sum() + strategy.model.a.sum()).backward()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
-from torch_parallel.collectives import ALL_REDUCE, COLLECTIVES
-from torch_parallel.transport.buffer import Memory, SharedBuffer
+from torch_parallel.collectives import ALL_REDUCE, COLLECTIVES, RING_ALL_REDUCE, Receive
+from torch_parallel.collectives.proof import ProofError
+from torch_parallel.collectives.schedule import Rounds
+from torch_parallel.transport.buffer import Memory, SharedBuffer, unfinished_reads
 
 
 def memory_of(name: str, rank: int, world_size: int, numel: int) -> tuple[Memory, SharedBuffer]:
@@ -61,3 +66,15 @@ def test_results_in_place_are_the_buffer_itself() -> None:
         assert (memory.result is buffer.local) == (collective.result_region == 0)
         alone, mine = memory_of(name, 0, 1, 4)
         assert alone.result is mine.local and len(alone.regions) == 1
+
+
+def test_a_wrong_schedule_is_refused_when_it_is_bound() -> None:
+    """One line with the collective and the first fault; unless it is said to be wrong on purpose."""
+
+    def rounds(rank: int, world_size: int) -> Rounds:
+        yield [Receive(1 - rank, range(0, 1), reduce=True)]
+
+    wrong = replace(RING_ALL_REDUCE, name="mine", rounds=rounds)
+    with pytest.raises(ProofError, match=r"^mine is wrong for 2 ranks: .+$"):
+        unfinished_reads(wrong, 2)
+    assert unfinished_reads(replace(wrong, wrong_on_purpose=True), 2) is not None

@@ -46,6 +46,7 @@ def pairs(name: str, messages: tuple[tuple[int, int], ...], chunks: int = 1) -> 
         round_count=lambda rank, world_size: 1,
         message_count=lambda rank, world_size: 1,
         sent_elements=lambda rank, world_size, numel: numel,
+        wrong_on_purpose=True,  # a swap reads what it writes
     )
 
 
@@ -92,6 +93,13 @@ def test_a_transfer_takes_bytes_over_bandwidth_and_the_latency(mbit: int, megaby
     expected_s = nbytes / (mbit * MBIT) + latency_ms / 1e3
     median = best_median(lambda: over(topology, broadcast_from(0), nbytes, 5), expected_s, within=0.02)
     assert median == pytest.approx(expected_s, rel=0.02)
+
+
+def test_a_short_transfer_takes_no_less_and_at_most_a_quarter_of_a_millisecond_more() -> None:
+    """1 MiB at 10 gbit: 0.84 ms, of which waking up is a part."""
+    expected_s = 2**20 / (10_000 * MBIT)
+    median = best_median(lambda: over(Topology.of(2, "10gbit"), broadcast_from(0), 2**20, 9), expected_s, within=0.1)
+    assert expected_s <= median <= expected_s + 0.25e-3
 
 
 def test_two_receivers_behind_one_nic_take_twice_as_long() -> None:

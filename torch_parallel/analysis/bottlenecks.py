@@ -7,7 +7,8 @@ The formulas beside the measurements, for n workers of which one takes s times a
     B backup workers, B >= 1        1: the slow one is not waited for
     jitter, exponential with mean m a step takes m H_n longer, with backup workers m (H_n - H_B)
 
-Beside a measurement, what else a step takes besides computing is added to both speeds, for it does not grow with s.
+Beside a measurement, drawn or printed, what else a step takes besides computing is added to both speeds, for it does
+not grow with s. An epoch ends when the last share of it is done, so those that do not wait come out somewhat lower.
 With bounded staleness the slack of some steps evens jitter out: between m and m H_n, no formula. H_k = 1 + 1/2 + ... +
 1/k; the last formula is the mean of the largest of n exponentially distributed numbers, or of the largest but B (Renyi,
 1953).
@@ -103,14 +104,13 @@ def _draw_slowed(axes: Axes, groups: dict[str, dict[int, list[Run]]]) -> None:
     for strategy, by_times in groups.items():
         speeds = relative_speeds(by_times)
         points(axes, list(speeds), list(speeds.values()), strategy)
+        expected = [expected_speed(of_times[0], times, rest_of(by_times[1])) for times, of_times in by_times.items()]
+        axes.plot(list(by_times), expected, color=style(strategy)["color"], linestyle=":", zorder=0)
     every = next(iter(groups.values()))
-    places = list(every)
-    n = every[1][0].workers
-    axes.plot(places, [1 / s for s in places], color="#666666", linestyle=":", label="1/s", zorder=0)
-    nobody = [(n - 1 + 1 / s) / n for s in places]
-    axes.plot(places, nobody, color="#666666", linestyle="--", label="(n - 1 + 1/s)/n", zorder=0)
-    axes.set(xscale="log", ylim=(0, 1.15), xlabel="one of 4 workers is s times slower", ylabel="part of the speed left")
-    axes.set_title("a slow worker", fontsize=10)
+    places, workers = list(every), every[1][0].workers
+    axes.set(xscale="log", ylim=(0, 1.15), xlabel=f"one of {workers} workers is s times slower (dotted: the formula)")
+    axes.set_ylabel("part of the speed left")
+    axes.set_title("a slow worker, emulated", fontsize=10)
     axes.set_xticks(places, [f"{each}" for each in places])
     axes.minorticks_off()
     axes.legend(frameon=False, fontsize=7, loc="lower left")
@@ -118,11 +118,12 @@ def _draw_slowed(axes: Axes, groups: dict[str, dict[int, list[Run]]]) -> None:
 
 def _draw_jitter(axes: Axes, runs: list[Run]) -> None:
     groups = by_setting([run for run in runs if "jitter" in run.options], "strategy")
+    title = f"jitter of {next(iter(groups.values()))[0].options['jitter']} on average, emulated"
     for row, (strategy, of_strategy) in enumerate(groups.items()):
         first = of_strategy[0]
         expected_s = expected_jitter_s(first, parse_seconds(first.options["jitter"]))
         _bar(axes, row, jitter_added_ms(of_strategy, runs), style(strategy)["color"], expected_s)
-    _name_bars(axes, list(groups), "ms added to a step (dotted: the formula)", "jitter of 10 ms on average")
+    _name_bars(axes, list(groups), "ms added to a step (dotted: the formula)", title)
     axes.invert_yaxis()
 
 
@@ -175,7 +176,7 @@ def stragglers_found(folder: str | Path) -> str:
 
 
 def collectives_of(strategy: str) -> list[Collective]:
-    """What a step of it performs, once a bucket, where memory is not shared."""
+    """What a step of it performs on its gradients, once a bucket, where memory is not shared."""
     if strategy == "param_server":
         return [COLLECTIVES["push"], COLLECTIVES["broadcast"]]
     if strategy == "sharded_param_server":
@@ -183,9 +184,14 @@ def collectives_of(strategy: str) -> list[Collective]:
     return [ALL_REDUCE[strategy.removesuffix("_all_reduce")]]
 
 
-def exchange_s(run: Run) -> float:
-    """Seconds of a step that are not compute: the exchange, waiting included."""
-    return step_s(run) - float(run.options["compute_ms"]) / 1e3
+def added_by_links_s(linked: list[Run], runs: list[Run]) -> list[float]:
+    """Seed by seed, what a step takes longer than the same strategy's over links that cost nothing."""
+    plain = {(run.strategy, run.seed): step_s(run) for run in runs if "link" not in run.options}
+    return [step_s(run) - plain[run.strategy, run.seed] for run in linked]
+
+
+def _by_link(runs: list[Run]) -> dict[str, list[Run]]:
+    return by_setting([run for run in runs if "link" in run.options], "link")
 
 
 def expected_exchange_s(run: Run, nbytes: int) -> float | None:
@@ -193,8 +199,11 @@ def expected_exchange_s(run: Run, nbytes: int) -> float | None:
     links = Topology.of(run.n, run.options["link"], run.options["latency"], server_count=run.n - run.workers)
     if len(set(links.bytes_per_s)) > 1 or run.strategy.startswith("param_server_"):
         return None
-    rates = Rates(links.latency_s, 1 / links.bytes_per_s[0])
-    return sum(predicted_s(each, run.n, nbytes, rates) for each in collectives_of(run.strategy))
+    rates = Rates(links.latency_s, 1 / links.bytes_per_s[0], latency_is_on_the_way=True)
+    expected_s = sum(predicted_s(each, run.n, nbytes, rates) for each in collectives_of(run.strategy))
+    if run.strategy == "sharded_param_server":  # which parameters were used: a few bytes
+        expected_s += predicted_s(ALL_REDUCE["one_shot"], run.n, 1, rates)
+    return expected_s
 
 
 def gradient_bytes(runs: list[Run]) -> float:
@@ -205,31 +214,36 @@ def gradient_bytes(runs: list[Run]) -> float:
 
 
 def links(folder: str | Path) -> Figure:
-    """What a step takes besides computing, over links that are alike, and with one slower; bars are measured."""
-    nbytes = round(gradient_bytes(read_runs(folder)))
-    groups = by_setting(read_runs(folder), "link")
-    figure = Figure(9.5, 4.2)
-    panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+    """What links add to a step where they are alike, and with one slower; bars are measured."""
+    all_runs = read_runs(folder)
+    nbytes, groups = round(gradient_bytes(all_runs)), _by_link(all_runs)
+    figure = Figure(11.0, 4.2)
+    panels = figure.subplots(1, len(groups), squeeze=False)[0]
     for (link, runs), axes in zip(groups.items(), panels, strict=True):
         held_equal(runs, but=("steps", "nodes"), same=())
         strategies = by_setting(runs, "strategy")
         for row, of_strategy in enumerate(strategies.values()):
             expected_s = expected_exchange_s(of_strategy[0], nbytes)
-            _bar(axes, row, [1e3 * exchange_s(run) for run in of_strategy], "#56B4E9", expected_s)
-        title = f"links of {link}, latency {runs[0].options['latency']}"
-        _name_bars(axes, list(strategies), "ms a step besides compute (dotted: predicted)", title)
-    panels[0].invert_yaxis()
+            added = [1e3 * added_s for added_s in added_by_links_s(of_strategy, all_runs)]
+            _bar(axes, row, added, "#56B4E9", expected_s)
+        title = f"emulated links of {link}, latency {runs[0].options['latency']}"
+        _name_bars(axes, list(strategies), "ms that they add to a step (dotted: predicted)", title)
+        axes.invert_yaxis()
     return figure
 
 
 def links_found(folder: str | Path) -> str:
     """Measured and predicted for each strategy."""
-    nbytes = round(gradient_bytes(read_runs(folder)))
-    lines = [f"{nbytes:,} bytes of gradients; predicted where all links are alike and everybody waits for everybody"]
-    for link, runs in by_setting(read_runs(folder), "link").items():
+    all_runs = read_runs(folder)
+    nbytes = round(gradient_bytes(all_runs))
+    lines = [
+        f"{nbytes:,} bytes of gradients; ms that a step takes longer than over links that cost nothing;",
+        "predicted where all links are alike and everybody waits for everybody",
+    ]
+    for link, runs in _by_link(all_runs).items():
         lines.append(f"links of {link}:")
         for strategy, of_strategy in by_setting(runs, "strategy").items():
-            measured = 1e3 * statistics.median(exchange_s(run) for run in of_strategy)
+            measured = 1e3 * statistics.median(added_by_links_s(of_strategy, all_runs))
             told = f"{measured:8.1f} ms"
             expected_s = expected_exchange_s(of_strategy[0], nbytes)
             if expected_s is not None:

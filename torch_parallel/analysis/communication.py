@@ -81,6 +81,31 @@ def best_found(folder: str | Path) -> str:
     return "\n".join(lines)
 
 
+def others_found(folder: str | Path) -> str:
+    """Every other collective at some sizes: our fastest way, and whether it is slower than gloo's and MPI's."""
+    with open(Path(folder) / "bench.csv", newline="") as file:
+        names = dict.fromkeys(row["collective"] for row in csv.DictReader(file) if row["collective"] != "all_reduce")
+    lines: list[str] = []
+    slower: dict[str, list[str]] = {peer: [] for peer in PEERS}
+    for name in names:
+        rows = read_bench(folder, name)
+        for n in sorted({row["n"] for row in rows}):
+            of_count = [row for row in rows if row["n"] == n]
+            sizes = sorted({row["size_bytes"] for row in of_count})
+            for size in sorted({sizes[k * (len(sizes) - 1) // 3] for k in range(4)}):
+                ways = {row["way"]: row["time_us"] for row in of_count if row["size_bytes"] == size}
+                best = min((way for way in ways if way not in PEERS), key=lambda way: float(ways[way]))
+                what = f"{name}, {n} processes" + (f", {size_told(size)}" if size else "")
+                told = f"{what:40}{best:22}{ways[best]:12,.1f} us"
+                for peer in (peer for peer in PEERS if peer in ways):
+                    ratio = ways[peer] / ways[best]
+                    told += f"   {ratio:7.2f} times {peer}'s speed"
+                    slower[peer] += [what] if ratio < 1 else []
+                lines.append(told)
+    lines += [f"slower than {peer}: {'; '.join(names) or 'none'}" for peer, names in slower.items()]
+    return "\n".join(lines)
+
+
 def messages(n: int, numel: int) -> str:
     """What each all-reduce sends, from its formulas: the busiest rank's and everybody's, and the memory it takes."""
     lines = [f"{'all-reduce':20}{'rounds':>8}{'messages':>10}{'sent by one':>13}{'by all':>9}{'buffers':>9}"]

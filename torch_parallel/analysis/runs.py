@@ -227,7 +227,8 @@ def by_setting(runs: list[Run], name: str) -> dict[str, list[Run]]:
 
 def label(run: Run) -> str:
     """The strategy, how many processes train, and its options: "ring_all_reduce, 2 workers, straggler 1:4x"."""
-    options = [f", {name} {value}" for name, value in run.options.items() if name not in COMMON_OPTIONS]
+    told = {name: value for name, value in run.options.items() if name not in COMMON_OPTIONS and value is not None}
+    options = [f", {name} {value}" for name, value in told.items()]
     return _who(run) + "".join(options)
 
 

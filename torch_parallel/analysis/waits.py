@@ -35,7 +35,7 @@ MOST_BARS = 60
 """The bars that are drawn at most; the last steps are taken."""
 
 
-def draw_matrix(steps: Iterable[StepTimes], followed: bool = False) -> Figure:
+def draw_matrix(steps: Iterable[StepTimes], followed: bool = False, title: str = "") -> Figure:
     """Mean seconds a step that the rank of a row waited for the rank of a column; an empty cell is none at all.
 
     `followed`: for whom in the end, see `waits_in_the_end`. Raises ValueError without steps.
@@ -58,6 +58,7 @@ def draw_matrix(steps: Iterable[StepTimes], followed: bool = False) -> Figure:
             axes.text(peer, rank, text, ha="center", va="center", color=_ink(*colour_map(norm(values[rank][peer]))))
     axes.set_xticks(ranks, [str(rank) for rank in ranks])
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
+    axes.set_title(title, fontsize=10)
     axes.set_xlabel("waits in the end for rank" if followed else "waits for rank")
     axes.xaxis.set_label_position("top")
     axes.xaxis.tick_top()
@@ -101,13 +102,15 @@ def waits_in_the_end(mean: list[list[float]]) -> list[list[float]]:
     return result
 
 
-def draw_steps(steps: Iterable[StepTimes]) -> Figure:
+def draw_steps(steps: Iterable[StepTimes], title: str = "") -> Figure:
     """The parts of each step's time, a panel a rank, all on one scale. Raises ValueError without steps."""
     steps = list(steps)
     if not steps:
         raise ValueError("a picture of steps needs steps")
     ranks = sorted({step.rank for step in steps})
     figure = Figure(figsize=(9.0, 1.0 + 1.1 * len(ranks)), layout="constrained")
+    if title:
+        figure.suptitle(title, fontsize=10)
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(ranks), sharex=True, sharey=True, squeeze=False)[:, 0]
     numbers = sorted({(step.epoch, step.step) for step in steps})

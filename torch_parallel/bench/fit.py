@@ -8,6 +8,9 @@ Fitted are the logarithms of the ratios of predicted to measured, so that the sm
 
 Fitted on the fewest ranks and every other size; all else is predicted: the sizes between, and the other numbers of
 ranks, with as many processors as there are.
+
+Only the sum of beta and gamma is well determined: what an algorithm copies and what it adds grow together, so one of
+the two may take over a part of the other, and neither is to be read by itself.
 """
 
 from __future__ import annotations
@@ -71,6 +74,12 @@ class Fit:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def of_json(cls, entries: dict[str, Any]) -> Fit:
+        """What `as_json` gave; raises KeyError where an entry is missing."""
+        anchors = tuple((int(nbytes), float(beta), float(gamma)) for nbytes, beta, gamma in entries["anchors"])
+        return cls(entries["alpha_s"], entries["contention"], anchors, tuple(entries["seen"]))
 
 
 def working_set(algorithm: str, n: int, nbytes: int) -> int:
@@ -166,12 +175,33 @@ def save_fit(folder: Path, processors: int) -> None:
     print(fit_found(folder))
 
 
+def foretold(folder: Path, n: int, nbytes: int) -> str:
+    """What the fit.json there predicts of every all-reduce, in microseconds. Raises OSError, ValueError, KeyError."""
+    entries = json.loads((folder / "fit.json").read_text())
+    made = Fit.of_json(entries)
+    lines = [f"{nbytes:,} bytes, {n} ranks on {entries['processors']} processors, predicted:"]
+    for name in ALL_REDUCE:
+        lines.append(f"  {name:20}{1e6 * made.predicted_s(name, n, nbytes, entries['processors']):12,.1f} us")
+    return "\n".join(lines)
+
+
 def bench_fit(arguments: list[str]) -> None:
-    """`python -m torch_parallel bench fit FOLDER`: fits anew what a bench of collectives has measured."""
+    """`python -m torch_parallel bench fit FOLDER`: fits anew what a bench of collectives has measured.
+
+    With `--n 4 --mb 1` says instead what the fit that lies there predicts for a buffer of that size.
+    """
     parser = OneLineParser(prog="python -m torch_parallel bench fit", description=__doc__, allow_abbrev=False)
     parser.add_argument("folder", type=Path, help="folder with the bench.csv of a bench of collectives")
-    folder = parser.parse_args(arguments).folder
+    parser.add_argument("--n", type=int, help="predict each all-reduce of so many ranks, by the fit.json there")
+    parser.add_argument("--mb", type=float, default=1.0, help="MiB of the buffer to predict for (default: 1)")
+    options = parser.parse_args(arguments)
+    folder = options.folder
+    if (options.n is not None and options.n < 2) or not 0 < options.mb < math.inf:
+        raise ConfigError(f"--n {options.n} --mb {options.mb}: it takes 2 ranks or more, and more than 0 MiB")
     try:
+        if options.n is not None:
+            print(foretold(folder, options.n, round(options.mb * 2**20)))
+            return
         processors = json.loads((folder / "manifest.json").read_text())["machine"]["processors"]
         save_fit(folder, processors)
     except (OSError, ValueError, KeyError) as error:

@@ -38,6 +38,8 @@ class Rates:
     gamma_s_per_byte: float = 0.0
     contention: float = 0.0
     """In shared memory: by what part a move takes longer for each other rank that moves at the same time."""
+    latency_is_on_the_way: bool = False
+    """Over links: during alpha a message keeps its receiver waiting, but not its sender's link, as if emulated."""
 
 
 def predicted_s(
@@ -115,8 +117,9 @@ class _Clocks:
         assert isinstance(step, Receive)
         self.signals[step.source, rank].popleft()
         nbytes = self._bytes(step.chunks)
-        self.readable_s[step.source] = start_s + self.rates.alpha_s + nbytes * self.rates.beta_s_per_byte
-        self.now_s[rank] = self.readable_s[step.source] + step.reduce * nbytes * self.rates.gamma_s_per_byte
+        arrived_s = start_s + self.rates.alpha_s + nbytes * self.rates.beta_s_per_byte
+        self.readable_s[step.source] = arrived_s - self.rates.latency_is_on_the_way * self.rates.alpha_s
+        self.now_s[rank] = arrived_s + step.reduce * nbytes * self.rates.gamma_s_per_byte
         while self.steps[rank] and isinstance(self.steps[rank][0], Local):  # as the transport does, without a break
             self.now_s[rank] += self._own_s(self.steps[rank].popleft())
         self.moved_s += self.now_s[rank] - start_s

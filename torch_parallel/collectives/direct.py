@@ -19,7 +19,9 @@ second shot then moves no byte: the sums are read where they are.
     rank 3      d  d  d  d                  -  -  -  S  3 writes
 
 One shot: every rank reads the whole buffer of every other and adds them up into a second region, in rank order: one
-round, (P - 1) S bytes and additions a rank. For buffers so small that only the hop counts.
+round, (P - 1) S bytes and additions a rank. For buffers so small that only the hop counts. The reads are in rank
+order too, so that all ranks want rank 0's first: over links they form a convoy behind one rank after the other, and
+take longer than alpha + (P - 1) S beta.
 
   P = 4         buffer   result
     rank 0        a        a + b,  + c,  + d

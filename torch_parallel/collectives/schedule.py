@@ -150,6 +150,7 @@ class Collective:
     common_result                             whether the result's region is one memory for all ranks
     source_chunk(rank, world_size, chunk)     which of the contributors' chunks this chunk of the result is made of
     equal_chunks                              whether all chunks must have one size: chunks move to other places
+    wrong_on_purpose                          performed even if the proof finds faults: for tests that notice them
     """
 
     name: str
@@ -164,6 +165,7 @@ class Collective:
     common_result: bool = False
     source_chunk: Callable[[int, int, int], int] = of_the_same_index
     equal_chunks: bool = False
+    wrong_on_purpose: bool = False
 
     def result_chunks(self, world_size: int) -> range:
         """The chunks in which every rank's result lies."""

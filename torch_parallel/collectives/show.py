@@ -61,8 +61,16 @@ def _heading(collective: Collective, world_size: int, rounds: list[list[Message]
     ]
     if rounds:
         keys += [("[ ]", "sent in the next round"), ("0 -k-> 1", "rank 0 sends chunk k to rank 1")]
+    if any(not message.chunks for message in received):
+        keys.append(("0 --> 1", "rank 0 only signals to rank 1"))
     if any(message.target != message.chunks for message in received):
         keys.append(("0 -k-> 1:j", "which puts it, or the sum, into its chunk j"))
+    if any(message.is_local for messages in rounds for message in messages):
+        keys.append(("moved", "between a rank's own chunks, without any message"))
+    if any(collective.total_chunks(rank, world_size) > chunk_count for rank in range(world_size)):
+        keys.append(("-", "nothing yet"))
+    if collective.equal_chunks:
+        keys.append(("b2", "chunk 2 of what rank 1 contributes"))
     if collective.common_chunks(world_size):
         keys.append(("result", "one memory for all ranks; a rank's row shows what it knows to be there"))
     width = max(len(key) for key, _ in keys)
@@ -77,12 +85,14 @@ def _told(collective: Collective, world_size: int, number: int, messages: list[M
     def verb_of(message: Message) -> str:
         if message.is_local:
             return "moved:   "
-        if message.chunks and message.chunks[0] in common:
+        if not message.chunks:
+            return "signals: "
+        if message.chunks[0] in common:
             return "waited:  "
         return "added:   " if message.reduce else "replaced:"
 
     in_order = sorted(messages, key=lambda message: (message.source, message.to))
-    for verb in ("added:   ", "replaced:", "waited:  ", "moved:   "):
+    for verb in ("added:   ", "replaced:", "waited:  ", "signals: ", "moved:   "):
         # no-break spaces keep `wrap` from breaking inside of an arrow
         arrows = [_arrow(message).replace(" ", "\xa0") for message in in_order if verb_of(message) == verb]
         lines += wrap("  ".join(arrows), WIDTH, initial_indent=f"  {verb} ", subsequent_indent=" " * 12)
@@ -129,6 +139,9 @@ def _text(collective: Collective, table: Table, rank: int, chunk: int, sent: boo
     text = "".join(_letter(source) * times for source, times in sorted(table[rank][chunk].items()))
     if is_complete(collective, table, rank, chunk):
         text = "S" if 1 < len(table) == len(table[rank][chunk]) else text.upper()
+    if collective.equal_chunks:  # chunks move to other places, so which one it is matters; `moves` has proved it
+        of_input = chunk < collective.chunk_count(len(table))
+        text += str(chunk if of_input else collective.source_chunk(rank, len(table), chunk % len(table)))
     return f"[{text}]" if sent else f" {text} "
 
 

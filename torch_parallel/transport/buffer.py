@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_parallel.collectives.proof import examine
+from torch_parallel.collectives.proof import ProofError, examine
 from torch_parallel.collectives.schedule import Collective, Local, Receive, Round, chunk_bounds
 
 # One receive, ready to perform: the source, what is done with the peer's chunk, that chunk, and whether it is added.
@@ -161,6 +161,10 @@ def _in_turn(steps: list[tuple[Callable[[Tensor], Any], Tensor | None]], theirs:
 def unfinished_reads(collective: Collective, world_size: int) -> list[tuple[int, int]]:
     """(reader, source) pairs: who must say that it has read, since no message of the schedule proves it.
 
-    Worked out once a schedule, however many buffers it is performed on.
+    Worked out once a schedule, however many buffers it is performed on. Raises ProofError for a schedule that is wrong,
+    unless it is said to be wrong on purpose.
     """
-    return sorted(examine(collective, world_size).unfinished_reads)
+    report = examine(collective, world_size)
+    if report.faults and not collective.wrong_on_purpose:
+        raise ProofError(f"{collective.name} is wrong for {world_size} ranks: {report.faults[0]}")
+    return sorted(report.unfinished_reads)
