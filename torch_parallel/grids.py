@@ -125,14 +125,13 @@ def _of_four_workers(strategy: str, **flags: Any) -> Cell:
 
 
 def _stragglers() -> list[Cell]:
-    """Compute is a sleep, so that slow workers do not make room for the others on few processors, and 50 ms long, so
-    that little of a step is anything else."""
-    flags = SMALL | {"train_size": 160, "batch_size": 16, "compute_ms": 50}
+    """Compute is a sleep of 10 ms, so that slow workers do not make room for the others on few processors."""
+    flags = SMALL | {"train_size": 1280, "batch_size": 16, "compute_ms": 10}
     cells = []
     for strategy in ("ring_all_reduce", "sharded_param_server", *SERVED):
         slow = WORKERS - 1 + (strategy in SERVED)  # the last rank
-        cells += [_of_four_workers(strategy, **flags, straggler=f"{slow}:{times}x") for times in (1, 4)]
-        cells += [_of_four_workers(strategy, **flags, jitter="50ms")]
+        cells += [_of_four_workers(strategy, **flags, straggler=f"{slow}:{times}x") for times in (1, 2, 4, 8)]
+        cells += [_of_four_workers(strategy, **flags, jitter="10ms")]
     return cells
 
 
