@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch_parallel.transport.signals import READ, READY, WaitTimeout
 from torch_parallel.transport.stream_signals import WORDS, StreamSignals, Watchdog, flag_words
 
 Calls = list[tuple[str, int, int]]
+Watch = Callable[[StreamSignals], Watchdog]
 
 
 @pytest.fixture
@@ -31,6 +32,20 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 def signals_of_rank_1_of_3(deadline_s: float = 10.0) -> StreamSignals:
     flags = [torch.zeros(flag_words(3), dtype=torch.int32) for _ in range(3)]
     return StreamSignals(1, flags, torch.device("cuda", 0), deadline_s)
+
+
+@pytest.fixture
+def watch() -> Iterator[Watch]:
+    """Makes watchdogs that end with the test: a thread that is in torch when the interpreter ends would abort it."""
+    watchdogs: list[Watchdog] = []
+
+    def make(signals: StreamSignals) -> Watchdog:
+        watchdogs.append(Watchdog(signals))
+        return watchdogs[-1]
+
+    yield make
+    for each in watchdogs:
+        each.end()
 
 
 def test_a_flag_for_each_kind_and_pair(calls: Calls) -> None:
@@ -76,9 +91,9 @@ def until(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
-def test_the_oldest_wait_ends_at_the_deadline(calls: Calls) -> None:
+def test_the_oldest_wait_ends_at_the_deadline(calls: Calls, watch: Watch) -> None:
     signals = signals_of_rank_1_of_3(deadline_s=0.5)
-    watchdog = Watchdog(signals)
+    watchdog = watch(signals)
     signals.wait(READY, 0, "gradients of bucket 3", 0)
     signals.wait(READY, 2, "gradients of bucket 3", 1)
     signals.flags[1][0] = 1  # rank 0 comes, rank 2 does not
@@ -88,19 +103,19 @@ def test_the_oldest_wait_ends_at_the_deadline(calls: Calls) -> None:
     assert [int(notes[1]) for notes in signals.notes] == [2, 0, 2]  # the peers know; rank + 1
 
 
-def test_who_waits_in_vain_for_one_that_gave_up_says_so(calls: Calls) -> None:
+def test_who_waits_in_vain_for_one_that_gave_up_says_so(calls: Calls, watch: Watch) -> None:
     """Rank 0 gave up, and its stream went on for a round: that a later round of it does not come is not its fault."""
     signals = signals_of_rank_1_of_3(deadline_s=0.3)
-    watchdog = Watchdog(signals)
+    watchdog = watch(signals)
     signals.wait(READY, 0, "gradients of bucket 3", 2)
     signals.notes[1][1] = 0 + 1
     assert until(lambda: watchdog.failure is not None)
     assert watchdog.failure == "exchanging with rank 0: it gave up waiting for another rank"
 
 
-def test_after_a_failure_all_waits_end_whatever_a_late_peer_writes(calls: Calls) -> None:
+def test_after_a_failure_all_waits_end_whatever_a_late_peer_writes(calls: Calls, watch: Watch) -> None:
     signals = signals_of_rank_1_of_3(deadline_s=0.3)
-    watchdog = Watchdog(signals)
+    watchdog = watch(signals)
     for _ in range(3):
         signals.wait(READY, 0, "ring", 0)
     flag = signals.flags[1]
@@ -113,10 +128,10 @@ def test_after_a_failure_all_waits_end_whatever_a_late_peer_writes(calls: Calls)
     assert until(lambda: int(flag[2 * WORDS]) >= 1) and time.monotonic() - start_s < 0.2
 
 
-def test_waits_that_end_in_time_are_no_failure(calls: Calls) -> None:
+def test_waits_that_end_in_time_are_no_failure(calls: Calls, watch: Watch) -> None:
     """Each takes less than the deadline, all together more."""
     signals = signals_of_rank_1_of_3(deadline_s=0.4)
-    watchdog = Watchdog(signals)
+    watchdog = watch(signals)
     for number in range(1, 8):
         signals.wait(READY, 0, "ring", 0)
         time.sleep(0.1)

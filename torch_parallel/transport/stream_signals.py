@@ -132,11 +132,17 @@ class Watchdog:
         self._deadline_s = signals.deadline_s
         self._oldest: Wait | None = None
         self._oldest_since_s = 0.0
-        threading.Thread(target=self._watch, name="watchdog of stream waits", daemon=True).start()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog of stream waits", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stops watching. A worker need not call it, since it ends without waiting for its threads."""
+        self._ended.set()
+        self._thread.join()
 
     def _watch(self) -> None:
-        while True:
-            time.sleep(min(0.5, self._deadline_s / 10))
+        while not self._ended.wait(min(0.5, self._deadline_s / 10)):
             self._look(time.monotonic())
 
     def _look(self, now_s: float) -> None:
