@@ -32,10 +32,9 @@ FIGURES: dict[str, tuple[Callable[[Path], Figure], str]] = {
     "links.png": (bottlenecks.links, "links"),
     "aggregation.png": (bottlenecks.aggregation, "aggregation"),
     "all_reduce_gpu.png": (gpu.all_reduce_beside_nccl, "bench_all_reduce_gpu"),
-    "overlap.png": (gpu.overlap, "bench_step_gpu"),
 }
 """File -> how it is drawn, and from which experiment or bench."""
-TABLES = ("runs.csv", "gpu_work.csv", "bench.csv")
+TABLES = ("runs.csv", "bench.csv")
 
 
 def draw_all(results_dir: Path, media: Path, skip: Callable[[str], None] | None = None) -> list[Path]:

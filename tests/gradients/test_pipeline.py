@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -108,3 +111,20 @@ def test_a_gradient_that_comes_after_its_bucket_has_left_is_an_error() -> None:
     for bucket in buckets:
         bucket.zero()
     model(torch.tensor([2.0, 3.0]), "c").backward()
+
+
+def test_gradients_reach_their_buffer_on_the_stream_that_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a bucket is complete autograd's tensors are dropped: another stream might read what is no longer theirs."""
+    model = Scales()
+    pipeline, buckets, log = pipeline_of(model, "c", "ba")
+
+    @contextmanager
+    def on_stream() -> Iterator[None]:
+        log.append(f"another stream, loose {[len(bucket._loose) for bucket in buckets]}")
+        yield
+        log.append("back")
+
+    monkeypatch.setattr(pipeline, "_on_stream", on_stream)
+    with pipeline.during_backward():
+        model(torch.tensor([2.0, 3.0])).backward()
+    assert log == ["another stream, loose [0, 0]", "0: 5", "back", "another stream, loose [0, 0]", "1: 10", "back"]

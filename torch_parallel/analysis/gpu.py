@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from matplotlib.patches import Patch
 
 from torch_parallel.analysis.communication import size_told
 from torch_parallel.analysis.figure import Figure
-from torch_parallel.analysis.runs import manifest, newest, spread
+from torch_parallel.analysis.runs import manifest, newest
 
 WAYS = {
     "ring, plain": ("#56B4E9", "o"),
@@ -141,32 +140,3 @@ def _best(rows: list[dict[str, Any]], size: int) -> str:
 def _of(rows: list[dict[str, Any]], size: int, way: str) -> str:
     (row,) = [row for row in rows if row["size_bytes"] == size and row["way"] == way]
     return f"{row['times_faster_than_nccl']:.2f} / {row['back_to_back_times_faster']:.2f}"
-
-
-def gpu_step_table(results_dir: str | Path = "results") -> str:
-    """Steps on GPUs beside DistributedDataParallel's: a row for each model, precision and way."""
-    lines = [
-        "| model, batch, precision | strategy | ms a step | part of DDP's time | of its memory | GPU busy |",
-        "|---|---|---|---|---|---|",
-    ]
-    folders = sorted(folder for folder in (Path(results_dir) / "bench_step_gpu").iterdir() if folder.is_dir())
-    for folder in folders:
-        with open(folder / "bench.csv", newline="") as file:
-            rows = list(csv.DictReader(file))
-        for row in rows:
-            if row["side"] == "ddp":
-                continue
-            (ddp,) = [other for other in rows if other["side"] == "ddp" and other["beside"] == row["side"]]
-            part = float(row["median_s"]) / float(ddp["median_s"])
-            middle, least, largest = spread([1e3 * seconds for seconds in json.loads(row["all_s"])])
-            what = f"{row['model']}, {row['batch_size']}, {row['precision']}"
-            lines.append(
-                f"| {what} | {row['side']} | {middle:.1f} ({least:.1f} to {largest:.1f}) | {part:.2f} | "
-                f"{float(row['part_of_ddps_memory']):.2f} | {100 * float(row['gpu_busy']):.0f} % |"
-            )
-    about = manifest(folders[-1])
-    note = (
-        "Medians (least to largest), in turns with DistributedDataParallel in the same processes; memory of the "
-        f"fullest GPU. {cards_told(about)}, {about['started'][:10]}, from `bench_step_gpu/` (commit {_commit(about)})."
-    )
-    return "\n".join([*lines, "", note])

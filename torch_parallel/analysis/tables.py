@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_parallel.analysis.communication import read_bench, size_told
-from torch_parallel.analysis.gpu import gpu_step_table, nccl_table
+from torch_parallel.analysis.gpu import nccl_table
 from torch_parallel.analysis.runs import (
     by_label,
     by_setting,
@@ -132,7 +132,6 @@ TABLES = {
     "epoch": epoch_note,
     "step": step_table,
     "nccl": nccl_table,
-    "gpu_step": gpu_step_table,
 }
 
 

@@ -29,8 +29,8 @@ FEATURES, CLASSES = 784, 10
 IMAGES = {"cnn": (1, 28, 28), "mobilenet_v2": (3, 224, 224), "vit": (3, 224, 224)}
 """Channels, height and width of what models other than "mlp" are fed with."""
 DDP = "ddp"
-AFTER_BACKWARD = ", after backward"
-"""Behind the name of a strategy that is told not to exchange before backward is over."""
+OVERLAPPING = ", overlapping"
+"""Behind the name of a strategy that exchanges during backward."""
 
 
 @dataclass(frozen=True)
@@ -85,19 +85,19 @@ class Setting:
 
 
 class OurSide:
-    """One of our strategies; `name` may end in AFTER_BACKWARD."""
+    """One of our strategies; `name` may end in OVERLAPPING."""
 
     def __init__(self, communicator: Communicator, setting: Setting, name: str) -> None:
         self.device, self.setting = communicator.device, setting
         self.model = setting.make_model(self.device)
         self.inputs, self.targets = setting.samples(communicator)
-        plain_name = name.removesuffix(AFTER_BACKWARD)
+        plain_name = name.removesuffix(OVERLAPPING)
         self.strategy = FROM_SCRATCH[plain_name](
             self.model,
             setting.make_optimizer,
             communicator,
             bucket_bytes=int(setting.bucket_mb * 2**20),
-            overlap=None if name == plain_name else False,
+            **({} if name == plain_name else {"overlap": True}),
         )
 
     def step(self) -> None:

@@ -6,7 +6,7 @@ peer's turns. Memory cannot be told apart in one process, so each side's is meas
 steps: the Pss of all workers and servers (what several processes share is counted once), or of GPUs, which keep what
 they once needed, all that is not free on the fullest one.
 
-On GPUs each strategy that can is also told not to exchange before backward is over, and torch's profiler looks at a few
+On GPUs each strategy that can is also told to exchange during backward, and torch's profiler looks at a few
 steps of every side (`gpu_profile.py`).
 """
 
@@ -26,7 +26,7 @@ from torch import nn
 
 from torch_parallel.bench import gpu_profile
 from torch_parallel.bench.common import recorded, save, start_group, write_table
-from torch_parallel.bench.sides import AFTER_BACKWARD, DDP, IMAGES, DdpSide, OurSide, Setting, make_side, memory_bytes
+from torch_parallel.bench.sides import DDP, IMAGES, OVERLAPPING, DdpSide, OurSide, Setting, make_side, memory_bytes
 from torch_parallel.communicator import Communicator
 from torch_parallel.devices import choose_processes, threads_per_worker
 from torch_parallel.launcher import launch
@@ -114,7 +114,7 @@ def bench_step(arguments: list[str]) -> None:
         for name in options.strategy:
             bench.compare(name)
             if device == "cuda" and "overlap" in FROM_SCRATCH[name].options:
-                bench.compare(name + AFTER_BACKWARD)
+                bench.compare(name + OVERLAPPING)
     for row in bench.rows:
         print(_line(row))
     if bench.work:
@@ -132,7 +132,7 @@ class _Bench:
         self.ddp_memory: int | None = self._launch(measure_memory, 0, DDP, 5)
 
     def compare(self, name: str) -> None:
-        servers = FROM_SCRATCH[name.removesuffix(AFTER_BACKWARD)].server_count
+        servers = FROM_SCRATCH[name.removesuffix(OVERLAPPING)].server_count
         memory = self._launch(measure_memory, servers, name, 5)
         turns = (name, self.options.steps, self.options.repeats)
         seconds, difference, work = self._launch(time_steps, servers, *turns)

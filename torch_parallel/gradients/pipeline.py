@@ -63,12 +63,13 @@ class Pipeline:
 
     def _leave(self, stop: int) -> None:
         """All buckets before number `stop` that have not left do so."""
-        if self._left < stop:
+        leaving, self._left = self._buckets[self._left : stop], stop
+        if leaving:
+            # Autograd's own tensors are read on the stream that made them, which may give their memory to others next.
+            for bucket in leaving:
+                bucket.leave()
             with self._on_stream():
-                while self._left < stop:
-                    bucket = self._buckets[self._left]
-                    self._left += 1
-                    bucket.leave()
+                for bucket in leaving:
                     self._launch(bucket)
 
     @contextmanager

@@ -43,9 +43,9 @@ ONLY_READ_GRADIENTS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 class FromScratch(Strategy):
     """A strategy of ours: gradients in buckets that peers can read, and one optimizer a bucket where updates are made.
 
-    With `overlap` buckets are exchanged during the last backward of a step, if that is wrapped in `synchronising`; by
-    default on GPUs, whose streams do the exchange. Raises ValueError for a model without trainable parameters, and for
-    `overlap` of a strategy that exchanges all at once.
+    With `overlap` buckets are exchanged during the last backward of a step, if that is wrapped in `synchronising`, on
+    GPUs on a stream of their own. Raises ValueError for a model without trainable parameters, and for `overlap` of a
+    strategy that exchanges all at once.
     """
 
     one_bucket: ClassVar[bool] = False
@@ -56,7 +56,7 @@ class FromScratch(Strategy):
         model: nn.Module,
         optimizer_factory: OptimizerFactory,
         *arguments: Any,
-        overlap: bool | None = None,
+        overlap: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(model, optimizer_factory, *arguments, **options)
@@ -66,9 +66,9 @@ class FromScratch(Strategy):
         self._frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
         self.buckets = [Bucket(index, group, self.transport.share) for index, group in enumerate(groups)]
         enqueues = self.transport.enqueues
-        self.overlap = enqueues and "overlap" in self.options if overlap is None else overlap
+        self.overlap = overlap
         # Of high priority: whatever it is given comes before the rest of backward, which has all the time to catch up.
-        stream = torch.cuda.Stream(self.communicator.device, priority=-1) if enqueues and self.overlap else None
+        stream = torch.cuda.Stream(self.communicator.device, priority=-1) if enqueues and overlap else None
         self._pipeline = Pipeline(self.buckets, self._exchange, stream)
         self._finite = FiniteCheck(self.buckets, self.communicator.device if enqueues else torch.device("cpu"))
         self._make_optimizers(optimizer_factory)

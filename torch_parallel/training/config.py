@@ -145,11 +145,8 @@ class RunConfig:
         + ", ".join(f"{mb:g} on {device}" for device, mb in DEFAULT_BUCKET_MB.items())
         + "; ddp's is torch's own, 25)",
     )
-    overlap: bool | None = flag(
-        None,
-        "exchange each bucket as soon as backward has made its gradients, and not when backward is over (default: on "
-        "GPUs, which do both at once)",
-        own=True,
+    overlap: bool = flag(
+        False, "exchange each bucket as soon as backward has made its gradients, not when backward is over", own=True
     )
     staleness: int = flag(0, "steps that a worker of param_server_bounded may be ahead of the slowest one", own=True)
     backup_workers: int = flag(
@@ -203,11 +200,8 @@ class RunConfig:
 
     @property
     def strategy_options(self) -> dict[str, Any]:
-        """What this strategy alone is made with. Where time is told apart, nothing overlaps unless it is asked for."""
-        taken = {name: getattr(self, name) for name in STRATEGIES[self.strategy].options}
-        if "overlap" in taken and taken["overlap"] is None and (self.trace or self.steps_csv):
-            taken["overlap"] = False
-        return taken
+        """What this strategy alone is made with."""
+        return {name: getattr(self, name) for name in STRATEGIES[self.strategy].options}
 
     @property
     def in_step(self) -> bool:
