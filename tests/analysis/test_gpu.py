@@ -53,7 +53,10 @@ def test_the_table_names_what_is_fastest_back_to_back(tmp_path: Path) -> None:
     lines = gpu.nccl_table(tmp_path).splitlines()
     other = "3.00 / 2.00 (pull, auto)"
     assert lines[2] == f"| 4 KiB | 2.50 / 1.50 (one_shot, auto) | 1.25 / 0.75 | {other} | {other} | {other} |"
-    assert "2 NVIDIA H200, torch 2.11.0, NCCL 2.28.9, NCCL_NVLS_ENABLE 0" in lines[-1] and "commit 0123456" in lines[-1]
+    assert (
+        "2 NVIDIA H200, torch 2.11.0, NCCL 2.28.9, NCCL_NVLS_ENABLE 0" in lines[-1]
+        and "broadcast: commit 0123456" in lines[-1]
+    )
 
 
 def test_lines_are_the_ratios_of_their_way(tmp_path: Path) -> None:

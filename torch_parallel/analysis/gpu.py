@@ -102,7 +102,7 @@ def cards_told(about: dict[str, Any]) -> str:
 
 
 def _commit(about: dict[str, Any]) -> str:
-    return str(about["commit"] or "?")[:7]
+    return f"commit {about['commit'][:7]}" if about["commit"] else "code outside a repository"
 
 
 def nccl_table(results_dir: str | Path = "results") -> str:
@@ -123,7 +123,7 @@ def nccl_table(results_dir: str | Path = "results") -> str:
         "Times NCCL's speed, single calls / back to back, of what is fastest (in brackets, back to back). "
         f"{cards_told(about)}, NCCL {about['NCCL']}, NCCL_NVLS_ENABLE {about['NCCL_NVLS_ENABLE']} (multicast), "
         f"{about['started'][:10]}, from `{folders['all_reduce'].relative_to(results_dir)}` and those of the others "
-        f"(commit {_commit(about)})."
+        f"({', '.join(f'{name}: {_commit(manifest(folder))}' for name, folder in folders.items())})."
     )
     return "\n".join([*lines, "", note])
 
