@@ -24,9 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-from scipy.optimize import least_squares
 
-from torch_parallel.analysis.communication import fit_found
 from torch_parallel.bench.common import write_table
 from torch_parallel.collectives import ALL_REDUCE
 from torch_parallel.collectives.cost import Rates, predicted_s
@@ -136,6 +134,8 @@ def _solved(timings: list[Measured], anchors: list[int], processors: int, alpha_
         ]
 
     start = [0.1, *([2e-10, 1e-10] * len(anchors)), *([2e-6] if alpha_s is None else [])]
+    from scipy.optimize import least_squares  # here, since every worker of a bench imports this package: 40 MB
+
     return made(least_squares(errors, [math.log(each) for each in start], bounds=(-30, 3)).x)
 
 
@@ -172,6 +172,8 @@ def save_fit(folder: Path, processors: int) -> None:
     rows = compared(timings, made, processors)
     (folder / "fit.json").write_text(json.dumps(made.as_json() | {"processors": processors}, indent=2) + "\n")
     write_table(folder / "fit.csv", rows)
+    from torch_parallel.analysis.communication import fit_found  # likewise: matplotlib
+
     print(fit_found(folder))
 
 
