@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transports import in_threads
 
 from torch_parallel.collectives import ALL_REDUCE
 from torch_parallel.communicator import Communicator
@@ -35,12 +35,7 @@ def on_threads(world_size: int, function: Callable[..., Any], *arguments: Any, s
         except Exception as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
+    in_threads(body, world_size, limit_s=30)
     inbox.close()
     for rank in range(world_size):
         if isinstance(results[rank], Exception):

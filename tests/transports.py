@@ -74,12 +74,17 @@ def on_all_ranks(
         except BaseException as error:
             errors.append(error)
 
+    in_threads(body, world_size, limit_s=60)
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(world_size)]
+
+
+def in_threads(body: Callable[[int], None], world_size: int, limit_s: float) -> None:
+    """Calls `body(rank)` for every rank, each in a thread of its own; all must have ended within the limit."""
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(limit_s)
         assert not thread.is_alive()
-    if errors:
-        raise errors[0]
-    return [results[rank] for rank in range(world_size)]
