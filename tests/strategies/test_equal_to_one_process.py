@@ -121,6 +121,7 @@ def many_processes(
     communicator: Communicator, strategy_class: type[Strategy], settings: list, **options: bool
 ) -> list[list]:
     """For each of the settings what this rank holds after every step: rank 0 the parameters, the others digests."""
+    torch.backends.cudnn.deterministic = True
     what_to_keep = snapshot if communicator.rank == 0 else digest
     histories = []
     for make_model, make_optimizer, dtype in settings:
@@ -232,6 +233,24 @@ def test_exchanging_during_backward_changes_no_bit(name: str) -> None:
         (MODELS["cnn"], OPTIMIZERS["sgd"], torch.float32),
     ]
     after, during = (train_everywhere(FROM_SCRATCH[name], 3, settings, overlap=overlap) for overlap in (False, True))
+    for index in range(len(settings)):
+        digests = [digest(parameters) for parameters in after[0][index]]
+        assert [digest(parameters) for parameters in during[0][index]] == digests
+        assert during[1][index] == during[2][index] == digests
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU")
+@pytest.mark.parametrize("performer", ["plain", "triton"])
+@pytest.mark.parametrize("name", ["ring_all_reduce", "two_shot_in_place", "param_server"])
+def test_exchanging_during_backward_changes_no_bit_on_gpus(name: str, performer: str) -> None:
+    """On a stream of its own there: of the awkward model with Adam and the cnn in both types, on 3 processes."""
+    settings = [
+        (MODELS["awkward"], OPTIMIZERS["adam"], torch.float64),
+        *((MODELS["cnn"], OPTIMIZERS["adamw"], dtype) for dtype in (torch.float64, torch.float32)),
+    ]
+    how = {"device": "cuda", "performer": performer}
+    after, during = (train_everywhere(FROM_SCRATCH[name], 3, settings, overlap=each, **how) for each in (False, True))
     for index in range(len(settings)):
         digests = [digest(parameters) for parameters in after[0][index]]
         assert [digest(parameters) for parameters in during[0][index]] == digests
