@@ -174,6 +174,17 @@ def test_what_cannot_be_sent_is_named_in_one_line(
     assert "\n" not in line
 
 
+def setting_of_a_module_with_a_class_of_its_own(communicator: Communicator) -> bool:
+    torch.backends.cudnn.deterministic = True
+    return torch.backends.cudnn.deterministic
+
+
+def test_a_function_may_name_any_module() -> None:
+    """Those of torch.backends are objects of other classes than a module's, which pickle alone refuses."""
+    assert launch(setting_of_a_module_with_a_class_of_its_own, 1, deadline_s=LIMIT_S) == [True]
+    assert not torch.backends.cudnn.deterministic
+
+
 def large_result(communicator: Communicator) -> tuple[torch.Tensor, list[dict[str, float]]]:
     history = [{"step": step, "loss": communicator.rank + 1 / (step + 1)} for step in range(10_000)]
     communicator.report("about to return")

@@ -13,6 +13,8 @@ what it was doing and who waited for whom. The launcher itself is interrupted or
 from __future__ import annotations
 
 import contextlib
+import importlib
+import io
 import multiprocessing.connection
 import os
 import signal
@@ -20,6 +22,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -108,9 +111,24 @@ def launch(
             run.end()
 
 
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Sends modules by name, those of a class of their own too, such as torch.backends.cudnn."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if isinstance(thing, types.ModuleType) and sys.modules.get(thing.__name__) is thing:
+            return importlib.import_module, (thing.__name__,)
+        return super().reducer_override(thing)
+
+
+def _dumps(thing: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(thing)
+    return file.getvalue()
+
+
 def _pickled(worker_function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
     try:
-        return bytes(cloudpickle.dumps((worker_function, arguments)))
+        return _dumps((worker_function, arguments))
     except Exception:
         _name_what_cannot_be_pickled(worker_function, arguments)
         raise
@@ -119,7 +137,7 @@ def _pickled(worker_function: Callable[..., Any], arguments: tuple[Any, ...]) ->
 def _name_what_cannot_be_pickled(worker_function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     for what, thing in [("worker function", worker_function), *(("argument", argument) for argument in arguments)]:
         try:
-            cloudpickle.dumps(thing)
+            _dumps(thing)
         except Exception as error:
             name = getattr(thing, "__name__", None) or _one_line(repr(thing))[:80]
             raise NotPicklable(

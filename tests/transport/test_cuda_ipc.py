@@ -361,8 +361,8 @@ def test_the_deadline_names_rank_peer_purpose_and_round(performer: str, ends: st
     """The host waits for the GPU in one of three ways; the watchdog gets through all the same."""
     on_gpus(3, performer, chosen_of_three)  # compiles, which takes longer than the deadline
     start_s = time.perf_counter()
-    errors = on_gpus(3, performer, rank_1_stays_away, what, ends, deadline_s=2.0)
-    assert time.perf_counter() - start_s < 40
+    errors = on_gpus(3, performer, rank_1_stays_away, what, ends, deadline_s=6.0)
+    assert time.perf_counter() - start_s < 50
     if what == "ring":  # rank 2 waits for rank 1 from the start; rank 0 waits for rank 2 one round later
         own = {
             0: "rank 0, gradients of bucket 3, round 1: no signal from rank 2 for X s",

@@ -13,6 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+PARTS = ("busy", "compute", "beside", "hidden")
+"""What `shares` tells."""
 Interval = tuple[float, float]
 
 
@@ -74,7 +76,7 @@ def shares(work: list[Work]) -> dict[str, float]:
     busy, computing, beside = (
         length(union(_intervals(work, which))) / window_us for which in (streams, compute, streams - compute)
     )
-    return {"busy": busy, "compute": computing, "beside": beside, "hidden": computing + beside - busy}
+    return dict(zip(PARTS, (busy, computing, beside, computing + beside - busy), strict=True))
 
 
 def _intervals(work: list[Work], streams: set[int]) -> list[Interval]:

@@ -1,6 +1,7 @@
 """The two sides of a comparison of training steps: a strategy of ours, and DistributedDataParallel at its best.
 
-Both train the same model on the same samples with the same fused optimizer, in the plainest loop.
+Both train the same model on the same samples with the same fused optimizer, in the plainest loop. So does a third, one
+process alone, which is what scaling is measured against.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 from torch_parallel.communicator import Communicator
 from torch_parallel.gradients.buckets import NamedParameters
@@ -28,7 +28,7 @@ from torch_parallel.workloads import build_model
 FEATURES, CLASSES = 784, 10
 IMAGES = {"cnn": (1, 28, 28), "mobilenet_v2": (3, 224, 224), "vit": (3, 224, 224)}
 """Channels, height and width of what models other than "mlp" are fed with."""
-DDP = "ddp"
+DDP, ALONE = "ddp", "one process"
 OVERLAPPING = ", overlapping"
 """Behind the name of a strategy that exchanges during backward."""
 
@@ -45,6 +45,7 @@ class Setting:
     precision: str = "full"
     compile: bool = False
     bucket_mb: float = 25.0
+    ddp_bucket_mb: float = 25.0  # torch's own default
 
     def make_model(self, device: torch.device | None = None) -> nn.Module:
         torch.manual_seed(0)
@@ -110,28 +111,39 @@ class OurSide:
         self.strategy.step()
 
 
-class DdpSide:
-    """DistributedDataParallel, likewise; on a server, nothing. The process group must be there."""
+class PlainSide:
+    """The model as it is; on a server, nothing."""
 
     def __init__(self, communicator: Communicator, setting: Setting) -> None:
-        self.device, self.setting = communicator.device, setting
+        self.device, self.setting, self.idle = communicator.device, setting, communicator.is_server
+        if self.idle:
+            return
         self.inputs, self.targets = setting.samples(communicator)
-        self.factor = communicator.worker_count / setting.batch_size  # it takes the mean over the workers
-        self.ddp: DistributedDataParallel | None = None
-        if not communicator.is_server:
-            self.model = setting.make_model(self.device)
-            on_gpu = self.device.type == "cuda"
-            self.ddp = at_its_best(self.model, device_ids=[self.device.index] if on_gpu else None)
-            self.optimizer = setting.make_optimizer(list(self.model.named_parameters()))
+        self.factor = communicator.worker_count / setting.batch_size  # of the mean over the workers
+        self.model = setting.make_model(self.device)
+        self.module = self.wrapped()
+        self.optimizer = setting.make_optimizer(list(self.model.named_parameters()))
+
+    def wrapped(self) -> nn.Module:
+        """What forward is called of."""
+        return self.model
 
     def step(self) -> None:
-        if self.ddp is None:
+        if self.idle:
             return
         self.optimizer.zero_grad()
         with self.setting.autocast(self.device):
-            loss = cross_entropy(self.ddp(self.inputs), self.targets, reduction="sum") * self.factor
+            loss = cross_entropy(self.module(self.inputs), self.targets, reduction="sum") * self.factor
         loss.backward()
         self.optimizer.step()
+
+
+class DdpSide(PlainSide):
+    """DistributedDataParallel. The process group must be there."""
+
+    def wrapped(self) -> nn.Module:
+        device_ids = [self.device.index] if self.device.type == "cuda" else None
+        return at_its_best(self.model, device_ids=device_ids, bucket_cap_mb=self.setting.ddp_bucket_mb)
 
 
 def make_side(communicator: Communicator, setting: Setting, name: str) -> OurSide | DdpSide:

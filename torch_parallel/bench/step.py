@@ -2,9 +2,12 @@
 
 Each strategy takes turns with DistributedDataParallel in the same processes: the same model, samples and fused
 optimizer, some steps at a time. `--n_gpus` counts workers; a strategy's server is one process more, which idles in its
-peer's turns. Memory cannot be told apart in one process, so each side's is measured in a run of its own, after a few
-steps: the Pss of all workers and servers (what several processes share is counted once), or of GPUs, which keep what
-they once needed, all that is not free on the fullest one.
+peer's turns. One process alone, with as many samples as each worker has, comes first: a side's efficiency is that
+one's time over its own.
+
+Memory cannot be told apart in one process, so each side's is measured in a run of its own, after a few steps: the Pss
+of all workers and servers (what several processes share is counted once), or of GPUs, which keep what they once needed,
+all that is not free on the fullest one.
 
 On GPUs each strategy that can is also told to exchange during backward, and torch's profiler looks at a few
 steps of every side (`gpu_profile.py`).
@@ -17,7 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -26,13 +29,24 @@ from torch import nn
 
 from torch_parallel.bench import gpu_profile
 from torch_parallel.bench.common import recorded, save, start_group, write_table
-from torch_parallel.bench.sides import DDP, IMAGES, OVERLAPPING, DdpSide, OurSide, Setting, make_side, memory_bytes
+from torch_parallel.bench.sides import (
+    ALONE,
+    DDP,
+    IMAGES,
+    OVERLAPPING,
+    DdpSide,
+    OurSide,
+    PlainSide,
+    Setting,
+    make_side,
+    memory_bytes,
+)
 from torch_parallel.communicator import Communicator
 from torch_parallel.devices import choose_processes, threads_per_worker
 from torch_parallel.launcher import launch
 from torch_parallel.results import RunFolder
 from torch_parallel.strategies import FROM_SCRATCH
-from torch_parallel.training.config import DEVICES, PRECISIONS, ConfigError, OneLineParser
+from torch_parallel.training.config import DEFAULT_BUCKET_MB, DEVICES, PRECISIONS, ConfigError, OneLineParser
 from torch_parallel.training.optimizers import OPTIMIZERS
 
 DEFAULT_STRATEGIES = ("sharded_param_server", "ring_all_reduce")
@@ -58,14 +72,14 @@ def time_steps(
             _meet(communicator)
             if repeat >= 0:
                 seconds[side].append((time.perf_counter() - start_s) / steps)
-    difference = _difference(ours.model, theirs.model) if theirs.ddp is not None else 0.0
+    difference = _difference(ours.model, theirs.model) if not theirs.idle else 0.0
     work = {}
     if communicator.device.type == "cuda":
         for side, step in sides.items():
             _meet(communicator)
             work[side] = gpu_profile.profiled(step, PROFILED_STEPS)
     _meet(communicator)
-    if theirs.ddp is not None:
+    if not theirs.idle:
         dist.destroy_process_group()
     slowest = communicator.all_ranks(torch.tensor(list(seconds.values()), dtype=torch.float64)).amax(0)
     worst = communicator.all_ranks(torch.tensor(difference, dtype=torch.float64)).amax().item()
@@ -86,6 +100,21 @@ def _difference(ours: nn.Module, theirs: nn.Module) -> float:
         return max(float((our - their).norm() / their.norm()) for our, their in pairs)
 
 
+def time_alone(communicator: Communicator, setting: Setting, steps: int, repeats: int) -> list[float]:
+    """The worker function: seconds of a step by repeat, of one process."""
+    side = PlainSide(communicator, setting)
+    seconds = []
+    for repeat in range(-1, repeats):
+        _meet(communicator)
+        start_s = time.perf_counter()
+        for _ in range(steps):
+            side.step()
+        _meet(communicator)
+        if repeat >= 0:
+            seconds.append((time.perf_counter() - start_s) / steps)
+    return seconds
+
+
 def measure_memory(communicator: Communicator, setting: Setting, name: str, steps: int, store: str) -> int | None:
     """The worker function: bytes after some steps, of all ranks together, or of the fullest GPU; None if unknown."""
     if name == DDP:
@@ -103,7 +132,7 @@ def measure_memory(communicator: Communicator, setting: Setting, name: str, step
 def bench_step(arguments: list[str]) -> None:
     options = _parse(arguments)
     _, device, _ = choose_processes(options.n_gpus, options.device)
-    setting = _setting(options)
+    setting = _setting(options, device)
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in setting.make_model().parameters())
     entries = {"parameters": size, **{key: value for key, value in asdict(setting).items() if key != "parameters"}}
@@ -127,27 +156,72 @@ class _Bench:
 
     def __init__(self, options: Any, device: str, setting: Setting) -> None:
         self.options, self.device, self.setting = options, device, setting
-        self.rows: list[dict[str, Any]] = []
+        self.turns = (options.steps, options.repeats)
         self.work: list[dict[str, Any]] = []
-        self.ddp_memory: int | None = self._launch(measure_memory, 0, DDP, 5)
+        share = replace(setting, batch_size=setting.batch_size // options.n_gpus)
+        alone: list[float] = self._launch(time_alone, 1, share, *self.turns)
+        self.alone_s = statistics.median(alone)
+        self.ddp_memory: int | None = self._beside_ddp(measure_memory, 0, DDP, 5)
+        self.rows: list[dict[str, Any]] = [self._row(ALONE, ALONE, alone)]
 
     def compare(self, name: str) -> None:
         servers = FROM_SCRATCH[name.removesuffix(OVERLAPPING)].server_count
-        memory = self._launch(measure_memory, servers, name, 5)
-        turns = (name, self.options.steps, self.options.repeats)
-        seconds, difference, work = self._launch(time_steps, servers, *turns)
-        self.rows += _rows(name, seconds, memory, self.ddp_memory, difference, work)
+        memory = {name: self._beside_ddp(measure_memory, servers, name, 5), DDP: self.ddp_memory}
+        seconds, difference, work = self._beside_ddp(time_steps, servers, name, *self.turns)
+        ddp_s = statistics.median(seconds[DDP])
+        for side, times in seconds.items():
+            parts = gpu_profile.shares(work[side]) if work else {}
+            beside = DDP if side == name else name
+            self.rows.append(self._row(side, beside, times, ddp_s, memory[side], difference, parts))
         self.work += [{"side": side, "beside": name, **asdict(each)} for side in work for each in work[side]]
 
-    def _launch(self, worker_function: Callable[..., Any], servers: int, *arguments: Any) -> Any:
-        """What the first rank returns. Workers have the same threads on both sides, with a server or without."""
-        n, threads = self.options.n_gpus + servers, threads_per_worker(self.options.n_gpus)
-        how: dict[str, Any] = {"server_count": servers, "threads": threads, "deadline_s": 300, "device": self.device}
-        with tempfile.TemporaryDirectory() as temporary:
-            return launch(worker_function, n, self.setting, *arguments, f"{temporary}/store", **how)[0]
+    def _row(
+        self,
+        side: str,
+        beside: str,
+        times: list[float],
+        ddp_s: float | None = None,
+        memory: int | None = None,
+        difference: float | None = None,
+        parts: dict[str, float] | None = None,
+    ) -> dict[str, Any]:
+        lower, median_s, upper = statistics.quantiles(times, n=4) if len(times) > 1 else 3 * times
+        shares = {part: (parts or {}).get(part) for part in gpu_profile.PARTS} if self.device == "cuda" else {}
+        return {
+            "side": side,
+            "beside": beside,
+            "median_s": round(median_s, 6),
+            "lower_quartile_s": round(lower, 6),
+            "upper_quartile_s": round(upper, 6),
+            "steps_per_s": round(1 / median_s, 3),
+            "times_faster_than_ddp": round(ddp_s / median_s, 3) if ddp_s else None,
+            "efficiency": round(self.alone_s / median_s, 3),
+            "memory_bytes": memory,
+            "part_of_ddps_memory": round(memory / self.ddp_memory, 3) if memory and self.ddp_memory else None,
+            **{f"gpu_{part}": None if share is None else round(share, 3) for part, share in shares.items()},
+            "difference_of_parameters": difference,
+            "all_s": times,
+        }
+
+    def _beside_ddp(self, worker_function: Callable[..., Any], servers: int, *arguments: Any) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            n = self.options.n_gpus + servers
+            return self._launch(worker_function, n, self.setting, *arguments, f"{folder}/store", server_count=servers)
+
+    def _launch(self, worker_function: Callable[..., Any], n: int, *arguments: Any, server_count: int = 0) -> Any:
+        """What the first rank returns. All workers of a bench have the same threads, alone and with a server too."""
+        return launch(
+            worker_function,
+            n,
+            *arguments,
+            server_count=server_count,
+            threads=threads_per_worker(self.options.n_gpus),
+            deadline_s=300,
+            device=self.device,
+        )[0]
 
 
-def _setting(options: Any) -> Setting:
+def _setting(options: Any, device: str) -> Setting:
     return Setting(
         round(options.parameters_m * 1e6),
         options.batch_size,
@@ -156,7 +230,8 @@ def _setting(options: Any) -> Setting:
         image_side=options.image_side,
         precision=options.precision,
         compile=options.compile,
-        bucket_mb=options.bucket_mb,
+        bucket_mb=options.bucket_mb or DEFAULT_BUCKET_MB[device],
+        ddp_bucket_mb=options.ddp_bucket_mb,
     )
 
 
@@ -178,7 +253,9 @@ def _parse(arguments: list[str]) -> Any:
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="sgd", help="fused (default: sgd)")
     parser.add_argument("--precision", choices=PRECISIONS, default="full", help="bf16: autocast (default: full)")
     parser.add_argument("--compile", action="store_true", help="each layer by torch.compile, on both sides")
-    parser.add_argument("--bucket_mb", type=float, default=25, help="of ours; ddp has its own (default: 25)")
+    usual = ", ".join(f"{mb:g} on {device}" for device, mb in DEFAULT_BUCKET_MB.items())
+    parser.add_argument("--bucket_mb", type=float, help=f"MiB in a bucket of ours (default: {usual})")
+    parser.add_argument("--ddp_bucket_mb", type=float, default=25, help="and of ddp's (default: 25, torch's own)")
     parser.add_argument("--steps", type=int, default=10, help="of each side in a turn (default: 10)")
     parser.add_argument("--repeats", type=int, default=9, help="turns of each side, one more warms up (default: 9)")
     parser.add_argument("--results_dir", default="results/runs", help="folder for a folder with the figures")
@@ -188,53 +265,21 @@ def _parse(arguments: list[str]) -> Any:
             raise ConfigError(f"--{name} {getattr(options, name)}: it must be at least 1")
     if options.batch_size < options.n_gpus:
         raise ConfigError(f"--batch_size {options.batch_size}: each of the {options.n_gpus} workers needs a sample")
-    for name in ("parameters_m", "bucket_mb"):
-        if not 0 < getattr(options, name) < math.inf:
+    for name in ("parameters_m", "bucket_mb", "ddp_bucket_mb"):
+        if getattr(options, name) is not None and not 0 < getattr(options, name) < math.inf:
             raise ConfigError(f"--{name} {getattr(options, name)}: it must be finite and > 0")
     return options
 
 
-def _rows(
-    name: str,
-    seconds: dict[str, list[float]],
-    memory: int | None,
-    ddp_memory: int | None,
-    difference: float,
-    work: dict[str, list[gpu_profile.Work]],
-) -> list[dict[str, Any]]:
-    """One for the strategy, one for DistributedDataParallel beside it."""
-    ddp_s = statistics.median(seconds[DDP])
-    rows = []
-    for side, times in seconds.items():
-        held = ddp_memory if side == DDP else memory
-        lower, median_s, upper = statistics.quantiles(times, n=4) if len(times) > 1 else 3 * times
-        parts = gpu_profile.shares(work[side]) if work else {}
-        rows.append(
-            {
-                "side": side,
-                "beside": DDP if side == name else name,
-                "median_s": round(median_s, 6),
-                "lower_quartile_s": round(lower, 6),
-                "upper_quartile_s": round(upper, 6),
-                "steps_per_s": round(1 / median_s, 3),
-                "times_faster_than_ddp": round(ddp_s / median_s, 3),
-                "memory_bytes": held,
-                "part_of_ddps_memory": round(held / ddp_memory, 3) if held and ddp_memory else None,
-                **{f"gpu_{part}": round(share, 3) for part, share in parts.items()},
-                "difference_of_parameters": difference,
-                "all_s": times,
-            }
-        )
-    return rows
-
-
 def _line(row: dict[str, Any]) -> str:
+    beside = f"{row['times_faster_than_ddp']:.2f} x ddp; " if row["times_faster_than_ddp"] else ""
+    quartiles = (1000 * row[f"{which}_s"] for which in ("lower_quartile", "median", "upper_quartile"))
     memory = (
         f"{row['memory_bytes'] / 2**20:9,.0f} MiB ({row['part_of_ddps_memory']:.2f})" if row["memory_bytes"] else ""
     )
-    busy = f"  GPU busy {100 * row['gpu_busy']:.0f} %" if "gpu_busy" in row else ""
+    busy = f"  GPU busy {100 * row['gpu_busy']:.0f} %" if row.get("gpu_busy") else ""
     return (
-        f"{row['side']:22}{row['steps_per_s']:8.2f} steps/s ({row['times_faster_than_ddp']:.2f} x ddp; quartiles "
-        f"{1000 * row['lower_quartile_s']:.1f} {1000 * row['median_s']:.1f} {1000 * row['upper_quartile_s']:.1f} ms)"
+        f"{row['side']:32}{row['steps_per_s']:8.2f} steps/s ({beside}quartiles "
+        f"{' '.join(f'{each:.1f}' for each in quartiles)} ms)  {100 * row['efficiency']:.0f} % of one process"
         f"{memory}{busy}"
     )
