@@ -46,6 +46,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
         ),
         (1, 1, "auto", 0, (1, "cuda", None)),
         (4, 3, "auto", 0, (3, "cuda", None)),
+        (2, 3, "auto", 1, (3, "cuda", None)),
         # a device
         (8, 3, "cpu", 0, (3, "cpu", None)),
         (8, None, "cpu", 0, (2, "cpu", "training on the CPU with 2 processes")),
@@ -60,28 +61,38 @@ def test_choice(gpus: None, n: int | None, device: str, servers: int, expected: 
 
 
 @pytest.mark.parametrize(
-    "gpus, n, device, line",
+    "gpus, n, device, servers, line",
     [
         (
             4,
             99,
             "auto",
+            0,
             "--n_gpus 99: this machine has 4 GPUs; ask for at most 4, or train on the CPU with --device cpu",
         ),
         (
             1,
             2,
             "auto",
+            0,
             "--n_gpus 2: this machine has 1 GPU; ask for at most 1, or train on the CPU with --device cpu",
         ),
-        (0, 2, "cuda", "--n_gpus 2: this machine has 0 GPUs; train on the CPU with --device cpu"),
-        (0, None, "cuda", "--n_gpus 2: this machine has 0 GPUs; train on the CPU with --device cpu"),
+        (
+            2,
+            4,
+            "auto",
+            1,
+            "--n_gpus 4: this machine has 2 GPUs; ask for at most 3, of which the server shares a GPU, or train on the "
+            "CPU with --device cpu",
+        ),
+        (0, 2, "cuda", 1, "--n_gpus 2: this machine has 0 GPUs; train on the CPU with --device cpu"),
+        (0, None, "cuda", 0, "--n_gpus 2: this machine has 0 GPUs; train on the CPU with --device cpu"),
     ],
     indirect=["gpus"],
 )
-def test_more_than_there_are(gpus: None, n: int | None, device: str, line: str) -> None:
+def test_more_than_there_are(gpus: None, n: int | None, device: str, servers: int, line: str) -> None:
     with pytest.raises(DeviceError) as raised:
-        choose_processes(n, device)
+        choose_processes(n, device, servers)
     assert str(raised.value) == line
 
 

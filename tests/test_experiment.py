@@ -62,6 +62,17 @@ def test_the_grids_are_those_that_were_asked_for() -> None:
     assert programs == {"train.py", "param_server_builtin.py", "ring_all_reduce_builtin.py"}
 
 
+def test_on_gpus_each_worker_has_one_and_a_server_shares() -> None:
+    """Of 17 cells of the scaling grid, those of 4 workers need 4 GPUs; of one, the ring's with one worker is left."""
+    cells = EXPERIMENTS["scaling"].cells
+    assert len(cells) == 17 and EXPERIMENTS["scaling"].on(0).cells == EXPERIMENTS["scaling"].on(4).cells == cells
+    flags = [dict(cell.flags) for cell in EXPERIMENTS["scaling"].on(2).cells]
+    assert [each["n_gpus"] for each in flags] == [1, 2, 3, 2, 2] * 3
+    assert {each["n_gpus"] for each in flags if each.get("strategy") == "param_server"} == {3}
+    alone = [dict(cell.flags) for cell in EXPERIMENTS["scaling"].on(1).cells]
+    assert [each["strategy"] for each in alone] == ["ring_all_reduce"] * 3
+
+
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Runs write one row and are remembered, in place of being run; the third one fails. The code is committed."""

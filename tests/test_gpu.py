@@ -98,6 +98,38 @@ def test_a_worker_that_dies_gives_its_memory_back(tmp_path: Path) -> None:
     run(tmp_path, "ring_all_reduce", 2, "cuda")
 
 
+class NotANumberInThirdForward(nn.Module):
+    """One layer; what comes out of the third forward of a process is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.forwards = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.forwards += 1
+        return self.layer(images.flatten(1)) * (torch.nan if self.forwards == 3 else 1.0)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_gradient_that_is_not_finite_is_named_with_its_step_though_it_is_looked_at_later(
+    tmp_path: Path, overlap: bool
+) -> None:
+    """The third step of four or more, and the last one of an epoch."""
+    for train_size in (None, 48):
+        configuration = RunConfig(
+            n_gpus=2,
+            device="cuda",
+            batch_size=16,
+            epochs=2,
+            train_size=train_size,
+            overlap=overlap,
+            results_dir=str(tmp_path),
+        )
+        with pytest.raises(WorkerFailure, match=r"NotFinite: .* layer\.\w+ is .* in step 3 of epoch 1 on rank"):
+            train(configuration, make_model=NotANumberInThirdForward, dataset=made_up_dataset(), verbose=False)
+
+
 def profiled(communicator: Any, job: Any, folder: str) -> dict[str, Any]:
     """Trains, and writes down what ran on this rank's GPU, and whether there was a process group."""
     from torch.profiler import ProfilerActivity, profile

@@ -68,7 +68,8 @@ def choose_processes(n: int | None, device: str, server_count: int = 0) -> tuple
     """How many processes, on which kind of device, and a line to say where that was not the user's own choice.
 
     `n` None means all GPUs and at least two processes; on the CPU two workers and the servers. `device` is auto, cpu or
-    cuda; auto takes the GPUs where there are any, and for `n` None where there are at least two. Raises DeviceError.
+    cuda; auto takes the GPUs where there are any, and for `n` None where there are at least two. Workers have a GPU
+    each; a server, which only serves, may share one. Raises DeviceError.
     """
     gpu_count = 0
     if device != "cpu":
@@ -80,10 +81,12 @@ def choose_processes(n: int | None, device: str, server_count: int = 0) -> tuple
         chosen = device == "cpu" and n is not None
         return count, "cpu", None if chosen else _cpu_line(device, count, gpu_count)
     count = n if n is not None else max(gpu_count, 2)
-    if count > gpu_count:
+    most = gpu_count + server_count if gpu_count else 0
+    if count > most:
+        shared = ", of which the server shares a GPU" if server_count else ""
         raise DeviceError(
             f"--n_gpus {count}: this machine has {gpu_count} GPU{'s' if gpu_count != 1 else ''}; "
-            f"{f'ask for at most {gpu_count}, or ' if gpu_count else ''}train on the CPU with --device cpu"
+            f"{f'ask for at most {most}{shared}, or ' if gpu_count else ''}train on the CPU with --device cpu"
         )
     return count, "cuda", None
 

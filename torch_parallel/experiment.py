@@ -7,6 +7,9 @@
 Every cell of a grid is a command that a reader can type. It runs once for each seed: each seed is a repeat, the same
 for all cells, and every other repeat takes the cells in the reverse order. A grid that was stopped goes on where it
 was, if code, machine and versions are still the same; runs.csv holds complete runs only.
+
+On a machine with GPUs the same commands train on them, and NAME_gpu/ holds what they measured. `CUDA_VISIBLE_DEVICES=`
+before the command keeps it on the CPU.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from torch_parallel.analysis.findings import summary
 from torch_parallel.analysis.runs import Unequal, manifest
@@ -202,10 +207,18 @@ def main(arguments: list[str]) -> None:
         for name, each in EXPERIMENTS.items():
             print(f"{name:22}{each.what}; {len(each.cells)} cells, seeds {', '.join(map(str, each.seeds))}")
         return
-    experiment = EXPERIMENTS[options.name].quick() if options.quick else EXPERIMENTS[options.name]
+    gpus = torch.cuda.device_count()
+    experiment = EXPERIMENTS[options.name].on(gpus)
+    if options.quick:
+        experiment = experiment.quick()
+    name = f"{options.name}_gpu" if gpus else options.name
     results_dir = options.results_dir or ("results/runs/quick" if options.quick else "results")
     try:
-        grid = Grid(options.name, experiment, experiment.seeds, results_dir)
+        if not experiment.cells:
+            raise ExperimentError(
+                f"all its cells need more GPUs than {gpus}; on the CPU it runs with CUDA_VISIBLE_DEVICES= before it"
+            )
+        grid = Grid(name, experiment, experiment.seeds, results_dir)
         grid.run()
         print(grid.summary())
     except (ExperimentError, Unequal) as error:

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch_parallel.strategies import BUILTIN, SYNCHRONOUS
+from torch_parallel.strategies import BUILTIN, STRATEGIES, SYNCHRONOUS
 
 KEPT = (
     *("strategy", "n_gpus", "staleness", "backup_workers", "aggregate", "lr"),
@@ -27,6 +27,13 @@ class Cell:
     def variables(self) -> dict[str, str]:
         """What is set in the environment of the program."""
         return {"OMP_NUM_THREADS": str(self.threads)}
+
+    @property
+    def workers(self) -> int:
+        """Processes that train, or GPUs that one process trains on."""
+        flags = dict(self.flags)
+        servers = STRATEGIES[flags["strategy"]].server_count if "strategy" in flags else 0
+        return int(flags["n_gpus"]) - servers
 
     def words(self, seed: int) -> list[str]:
         """The program and its arguments."""
@@ -164,6 +171,10 @@ class Experiment:
     but: tuple[str, ...] = ()
     """What of HELD they have not: what the comparison is about, or what follows from that."""
     seeds: tuple[int, ...] = SEEDS
+
+    def on(self, gpus: int) -> Experiment:
+        """On a machine with GPUs, where the same commands train on them: those cells that find one for each worker."""
+        return replace(self, cells=[cell for cell in self.cells if not gpus or cell.workers <= gpus])
 
     def quick(self) -> Experiment:
         """The same strategies and numbers of processes, on the digits."""

@@ -26,8 +26,12 @@ def names(groups: list[list[tuple[str, Parameter]]]) -> list[list[str]]:
 
 def test_groups_are_in_reverse_order_and_within_their_size() -> None:
     parameters = named(*(Parameter(torch.zeros(size)) for size in (1, 2, 3, 4, 100, 5)))
-    # 4 bytes an element, at most 40 bytes: 5 | 100 alone | 4 3 2 1 are 10 elements
-    assert names(cut_into_buckets(parameters, 40)) == [["p5"], ["p4"], ["p3", "p2", "p1", "p0"]]
+    # 4 bytes an element, at most 40 bytes: 5 | 100 alone | 4 3 2 are 9 elements | the last group has at most 5 bytes
+    assert names(cut_into_buckets(parameters, 40)) == [["p5"], ["p4"], ["p3", "p2", "p1"], ["p0"]]
+    # all fit into one
+    assert names(cut_into_buckets(parameters, 460)) == [["p5", "p4", "p3", "p2", "p1", "p0"]]
+    # one too few: the last has at most 57 bytes, 14 elements, of which 1 2 3 4 are 10
+    assert names(cut_into_buckets(parameters, 459)) == [["p5", "p4"], ["p3", "p2", "p1", "p0"]]
 
 
 def test_every_trainable_parameter_is_in_exactly_one_group_whatever_the_size() -> None:
@@ -101,6 +105,18 @@ def test_nothing_of_the_last_step_is_left() -> None:
     assert bucket.gradients.tolist() == [0, 0, 4]
     bucket.publish()
     assert bucket.shared.local.tolist() == [0, 0, 4, 0, 1]
+
+
+def test_what_must_be_done_before_gradients_are_written_is_asked_for_before_the_first() -> None:
+    """What the last step left in the bucket is still there then, and every parameter has it."""
+    first, second = Parameter(torch.tensor([1.0])), Parameter(torch.tensor([1.0]))
+    seen: list[list[float]] = []
+    bucket = Bucket(0, named(first, second), share, lambda: seen.append(bucket.flat[:2].tolist()))
+    for factor in (2.0, 3.0):
+        bucket.zero()
+        (factor * first + 10 * factor * second).backward()
+        bucket.complete()
+    assert seen == [[0, 0], [2, 20]]
 
 
 def test_a_mark_of_any_rank_keeps_the_gradient() -> None:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -286,3 +287,22 @@ def test_a_refusal_of_the_real_command() -> None:
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == "train.py: error: --n_gpus 0: at least 1 process is needed\n"
     assert not list(Path().iterdir())
+
+
+@pytest.mark.parametrize(
+    "device, flags, overlap",
+    [
+        ("cpu", {}, False),
+        ("cuda", {}, True),
+        ("cuda", {"overlap": False}, False),
+        ("cpu", {"overlap": True}, True),
+        ("cuda", {"steps_csv": "steps.csv"}, False),
+        ("cuda", {"straggler": "1:4x"}, False),
+        ("cuda", {"straggler": "1:5ms"}, True),
+    ],
+)
+def test_gpus_exchange_during_backward_unless_it_hides_what_is_asked_for(
+    device: str, flags: dict[str, Any], overlap: bool
+) -> None:
+    assert RunConfig(**flags).strategy_options_on(device) == {"overlap": overlap}
+    assert RunConfig(strategy="sharded_param_server").strategy_options_on(device) == {}

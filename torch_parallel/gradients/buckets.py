@@ -27,6 +27,8 @@ Share = Callable[[int, torch.dtype], SharedBuffer]
 
 SMALL_BYTES = 1 << 20
 """Gradients of at most this size are copied together."""
+SMALLER_LAST = 8
+"""How many times smaller the last bucket is."""
 
 
 class Bucket:
@@ -38,10 +40,19 @@ class Bucket:
 
     The exchange puts the sums into `result`: `shared` again, where it works in place, or memory of the same shape. Then
     the `.grad`s are views of that, until the next step begins.
+
+    `before_first` is called in backward, before the first gradient of a step is written over the last step's.
     """
 
-    def __init__(self, index: int, parameters: NamedParameters, share: Share) -> None:
+    def __init__(
+        self,
+        index: int,
+        parameters: NamedParameters,
+        share: Share,
+        before_first: Callable[[], None] = lambda: None,
+    ) -> None:
         self.index = index
+        self._before_first = before_first
         self.parameters = parameters
         self.numel = sum(parameter.numel() for _, parameter in parameters)
         first = parameters[0][1]
@@ -144,6 +155,8 @@ class Bucket:
                 f"parameter {self.parameters[position][0]} got a gradient twice in one backward, after the first had "
                 "been sent to the other ranks: exchange when backward is over (--no_overlap, or overlap=False)"
             )
+        if not self._used:
+            self._before_first()
         view, gradient = self.views[position], parameter.grad
         if gradient is not view and gradient is not self._loose.get(position):
             assert gradient is not None
@@ -175,20 +188,31 @@ def views_of(flat: Tensor, parameters: NamedParameters) -> Iterator[Tensor]:
 def cut_into_buckets(named_parameters: Iterable[tuple[str, Parameter]], bucket_bytes: int) -> list[NamedParameters]:
     """The trainable parameters, each once, in reverse order of use, in groups of one dtype and at most `bucket_bytes`.
 
-    A parameter larger than that is a group of its own. Raises ValueError where nothing is trainable.
+    Where they are too many for one group, the last one, of the parameters that are used first, has at most an eighth of
+    that: when backward has made their gradients it is over, and nothing is left to exchange them beside. A parameter
+    larger than a group is a group of its own. Raises ValueError where nothing is trainable.
     """
-    groups: list[NamedParameters] = []
-    open_groups: dict[tuple[torch.dtype, torch.device], tuple[NamedParameters, int]] = {}
-    trainable = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
-    for name, parameter in reversed(trainable):
-        kind = (parameter.dtype, parameter.device)
-        nbytes = parameter.numel() * parameter.element_size()
-        group, size = open_groups.get(kind, ([], 0))
-        if not group or size + nbytes > bucket_bytes:
-            group, size = [], 0
-            groups.append(group)
-        group.append((name, parameter))
-        open_groups[kind] = (group, size + nbytes)
-    if not groups:
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, str, Parameter]]] = {}
+    for place, (name, parameter) in enumerate(named_parameters):
+        if parameter.requires_grad:
+            kinds.setdefault((parameter.dtype, parameter.device), []).append((place, name, parameter))
+    if not kinds:
         raise ValueError("the model has no trainable parameter: all are frozen (requires_grad=False), or there is none")
-    return groups
+    groups = [group for of_kind in kinds.values() for group in _cut(of_kind, bucket_bytes)]
+    groups.sort(key=lambda group: group[-1][0], reverse=True)  # by what each has of the latest use
+    return [[(name, parameter) for _, name, parameter in reversed(group)] for group in groups]
+
+
+def _cut(parameters: list[tuple[int, str, Parameter]], most_bytes: int) -> Iterator[list[tuple[int, str, Parameter]]]:
+    """In order of use, the first group a small one, if there are several."""
+    total = sum(parameter.nbytes for *_, parameter in parameters)
+    limit = most_bytes if total <= most_bytes else most_bytes // SMALLER_LAST
+    group: list[tuple[int, str, Parameter]] = []
+    size = 0
+    for each in parameters:
+        if group and size + each[2].nbytes > limit:
+            yield group
+            group, size, limit = [], 0, most_bytes
+        group.append(each)
+        size += each[2].nbytes
+    yield group

@@ -1,7 +1,9 @@
 """Stops a run whose gradients are NaN or infinite, and says which one is, and whose.
 
 The host looks at its own tensors at once. To ask a GPU and wait for the answer would keep the host from enqueueing the
-next step, so there the answers of a step are read when the next one begins: the host is never more than a step ahead.
+next step, so there the answers of a step are read when the next one's backward is about to write its first gradient:
+as late as those of the step are still there to be named. Until then the host has enqueued the next forward, so the GPU
+does not run out of work while the host waits.
 """
 
 from __future__ import annotations
@@ -31,12 +33,14 @@ class NotFinite(ArithmeticError):
 class FiniteCheck:
     """Looks at every bucket twice a step: at this rank's gradients, and at the sums. Raises NotFinite, sooner or later.
 
-    Later is where `device` is a GPU: of what was looked at before `end_step`, `confirm` says what there was to say.
+    Later is where `device` is a GPU: of what was looked at before `end_step`, `confirm` says what there was to say. It
+    is due before the gradients are written again, and before the next `end_step`.
     """
 
     def __init__(self, buckets: list[Bucket], device: torch.device) -> None:
         self._buckets = buckets
         self._later = _Sums(2 * len(buckets), device) if device.type == "cuda" else None
+        self._parts: dict[int, Parts] = {}  # of what the sums are, by their numbers
 
     def look_at_own(self, bucket: Bucket) -> None:
         """At the gradients that this rank is about to send."""
@@ -50,6 +54,7 @@ class FiniteCheck:
         # The sum, in one pass; it may also overflow, so what is found is looked at again.
         if self._later is not None:
             self._later.put_sum(number, tensor)
+            self._parts[number] = parts
         elif not math.isfinite(tensor.sum()) and (name := first_not_finite(parts)) is not None:
             raise NotFinite(text.format(name))
 
@@ -58,10 +63,12 @@ class FiniteCheck:
             self._later.send()
 
     def confirm(self, late: bool = False) -> None:
-        """Raises NotFinite for what the last step's looks have shown. The gradients must still be there."""
-        for number, total in enumerate(self._later.read() if self._later is not None else []):
-            bucket = self._buckets[number % len(self._buckets)]
-            if not math.isfinite(total) and (name := first_not_finite(bucket.named_views())) is not None:
+        """Raises NotFinite for what the last step's looks have shown, if that has not been asked yet."""
+        if self._later is None or not self._later.sent:
+            return
+        sums = self._later.read()
+        for number, parts in self._parts.items():
+            if not math.isfinite(sums[number]) and (name := first_not_finite(parts)) is not None:
                 raise NotFinite((OWN if number < len(self._buckets) else SUM).format(name), late)
 
 
@@ -71,18 +78,22 @@ class _Sums:
     def __init__(self, count: int, device: torch.device) -> None:
         self._sums = torch.zeros(count, device=device)
         self._on_host = torch.zeros(count, pin_memory=True)
-        self._sent = torch.cuda.Event()
+        self._arrival = torch.cuda.Event()
+        self.sent = False
+        """Whether there is something to read."""
 
     def put_sum(self, number: int, tensor: Tensor) -> None:
         torch.sum(tensor, dim=0, dtype=torch.float32, out=self._sums[number])
 
     def send(self) -> None:
         self._on_host.copy_(self._sums, non_blocking=True)
-        self._sent.record()
+        self._arrival.record()
+        self.sent = True
 
     def read(self) -> list[float]:
         """Those that were sent last, once they are there."""
-        self._sent.synchronize()
+        self._arrival.synchronize()
+        self.sent = False
         sums: list[float] = self._on_host.tolist()
         return sums
 

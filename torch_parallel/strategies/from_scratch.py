@@ -64,7 +64,9 @@ class FromScratch(Strategy):
             raise ValueError(f"{type(self).__name__} exchanges nothing before backward is over: leave overlap out")
         groups = cut_into_buckets(model.named_parameters(), sys.maxsize if self.one_bucket else self.bucket_bytes)
         self._frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
-        self.buckets = [Bucket(index, group, self.transport.share) for index, group in enumerate(groups)]
+        self.buckets = [
+            Bucket(index, group, self.transport.share, self._before_gradients) for index, group in enumerate(groups)
+        ]
         enqueues = self.transport.enqueues
         self.overlap = overlap
         # Of high priority: whatever it is given comes before the rest of backward, which has all the time to catch up.
@@ -97,8 +99,7 @@ class FromScratch(Strategy):
     def begin_step(self) -> None:
         """Clears the gradients, once no peer reads the last step's any more.
 
-        Raises RuntimeError for a parameter that was frozen at set-up and is not any more: nobody would exchange it. On
-        GPUs raises NotFinite, `late`, for the last step.
+        Raises RuntimeError for a parameter that was frozen at set-up and is not any more: nobody would exchange it.
         """
         for name, parameter in self._frozen:
             if parameter.requires_grad:
@@ -106,7 +107,6 @@ class FromScratch(Strategy):
                     f"parameter {name} was frozen when the strategy was made and is trainable now: unfreeze it before, "
                     "or make a new strategy"
                 )
-        self._finite.confirm(late=True)
         with self._exchanging():
             self._settle()
         for bucket in self.buckets:
@@ -119,8 +119,9 @@ class FromScratch(Strategy):
         """Exchanges all gradients, unless they overlapped with backward, and updates all parameters.
 
         Without overlap, and but on GPUs, raises NotFinite before anything is exchanged, unless such steps are to be
-        skipped.
+        skipped. On GPUs backward, or this, raises NotFinite, `late`, for the step before.
         """
+        self._before_gradients()
         if not self.overlap and not self.skip_not_finite:
             self._stop_if_not_finite()
         with self._waiting_for_background():
@@ -130,6 +131,10 @@ class FromScratch(Strategy):
             for bucket in self.buckets:
                 self.update(bucket, scale)
         self._finite.end_step()
+
+    def _before_gradients(self) -> None:
+        """Backward is about to write the first gradient of a bucket."""
+        self._finite.confirm(late=True)
 
     def confirm(self) -> None:
         super().confirm()

@@ -145,8 +145,11 @@ class RunConfig:
         + ", ".join(f"{mb:g} on {device}" for device, mb in DEFAULT_BUCKET_MB.items())
         + "; ddp's is torch's own, 25)",
     )
-    overlap: bool = flag(
-        False, "exchange each bucket as soon as backward has made its gradients, not when backward is over", own=True
+    overlap: bool | None = flag(
+        None,
+        "exchange each bucket as soon as backward has made its gradients, not when backward is over (default: on GPUs, "
+        "if neither --steps_csv nor a --straggler of --straggler 1:4x's kind asks for what it hides)",
+        own=True,
     )
     staleness: int = flag(0, "steps that a worker of param_server_bounded may be ahead of the slowest one", own=True)
     backup_workers: int = flag(
@@ -198,10 +201,12 @@ class RunConfig:
         """Name and value of the flags that only some strategies take, this one among them."""
         return {name: getattr(self, name) for name in _OWN if name in STRATEGIES[self.strategy].options}
 
-    @property
-    def strategy_options(self) -> dict[str, Any]:
-        """What this strategy alone is made with."""
-        return {name: getattr(self, name) for name in STRATEGIES[self.strategy].options}
+    def strategy_options_on(self, device: str) -> dict[str, Any]:
+        """What this strategy alone is made with where the workers train on `device`."""
+        options = {name: getattr(self, name) for name in STRATEGIES[self.strategy].options}
+        if options.get("overlap", False) is None:
+            options["overlap"] = device == "cuda" and self.steps_csv is None and "x" not in (self.straggler or "")
+        return options
 
     @property
     def in_step(self) -> bool:

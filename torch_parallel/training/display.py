@@ -138,7 +138,7 @@ class Display:
     def _options(self) -> dict[str, Any]:
         config = self.config
         aggregate = {} if config.aggregate == "weighted" else {"aggregate": config.aggregate}
-        own = {name: value for name, value in config.own_options.items() if value is not False}
+        own = {name: value for name, value in config.own_options.items() if value is not None}
         return {
             "bucket_mb": config.bucket_mb_on(self.device),
             **aggregate,

@@ -147,7 +147,7 @@ class Trainer:
             bucket_bytes=int(config.bucket_mb_on(self.communicator.device.type) * 2**20),
             clip_norm=config.clip_norm,
             skip_not_finite=config.not_finite == "skip",
-            **config.strategy_options,
+            **config.strategy_options_on(self.communicator.device.type),
         )
 
     def train_epoch(self, epoch: int, warms_up: bool = False) -> tuple[RankEpoch, float, float]:
