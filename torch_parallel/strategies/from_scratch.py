@@ -71,6 +71,8 @@ class FromScratch(Strategy):
         self.overlap = overlap
         # Of high priority: whatever it is given comes before the rest of backward, which has all the time to catch up.
         stream = torch.cuda.Stream(self.communicator.device, priority=-1) if enqueues and overlap else None
+        if stream is not None:
+            self.transport.leave_room()
         self._pipeline = Pipeline(self.buckets, self._exchange, stream)
         self._finite = FiniteCheck(self.buckets, self.communicator.device if enqueues else torch.device("cpu"))
         self._make_optimizers(optimizer_factory)

@@ -197,6 +197,9 @@ class Transport(ABC):
         self._unsettled += [(reader, doing) for reader in plan.readers]
         return plan.result
 
+    def leave_room(self) -> None:  # noqa: B027  # the host's processors are not shared so
+        """From now on operations run beside other work of the same device, and should take less of it."""
+
     def synchronize(self) -> None:  # noqa: B027  # most do everything at once
         """Returns when what was called before is done, for transports that only enqueue it. Raises TransportError."""
 

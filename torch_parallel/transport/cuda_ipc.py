@@ -267,6 +267,11 @@ class CudaIpcTransport(Transport):
         self._raise_failure()
         super().settle(leave)
 
+    def leave_room(self) -> None:
+        """All ranks call it: the kernel needs as many programs on all."""
+        if self.triton is not None:
+            self.triton.settings = self.triton.beside
+
     def synchronize(self) -> None:
         """Returns when the current stream has done all that it was given. Raises TransportError."""
         torch.cuda.current_stream(self.device).synchronize()
