@@ -32,6 +32,9 @@ FIGURES: dict[str, tuple[Callable[[Path], Figure], str]] = {
     "links.png": (bottlenecks.links, "links"),
     "aggregation.png": (bottlenecks.aggregation, "aggregation"),
     "all_reduce_gpu.png": (gpu.all_reduce_beside_nccl, "bench_all_reduce_gpu"),
+    "all_reduce_gpu_n4.png": (gpu.all_reduce_beside_nccl, "bench_all_reduce_gpu_n4"),
+    "ring_all_reduce_gpu.png": (plots.epoch_parts, "ring_all_reduce_gpu"),
+    "overlap_gpu.png": (gpu.overlap, "bench_step_gpu"),
 }
 """File -> how it is drawn, and from which experiment or bench."""
 TABLES = ("runs.csv", "bench.csv")

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgba
 
 from torch_parallel.analysis import gpu
 
@@ -66,24 +66,61 @@ def test_lines_are_the_ratios_of_their_way(tmp_path: Path) -> None:
         assert list(line.get_ydata()) == [expected]
 
 
-def test_work_lies_in_the_lane_of_its_stream(tmp_path: Path) -> None:
-    """A ring with two kernels that compute and one beside them, and DistributedDataParallel with one of each."""
-    rows = [
-        {"side": side, "beside": "ring_all_reduce", "stream": stream, "name": "k", "start_us": start, "end_us": end}
-        for side, stream, start, end in (
-            ("ring_all_reduce", 7, 0, 2000),
-            ("ring_all_reduce", 7, 2000, 5000),
-            ("ring_all_reduce", 20, 1000, 3000),
-            ("ddp", 7, 0, 4000),
-            ("ddp", 17, 4000, 5000),
-        )
+def test_on_four_gpus_the_best_stands_beside_the_ring(tmp_path: Path) -> None:
+    rows = [*ROWS, timing("ring, auto", 4096, 2.0, 1.25)]
+    written(tmp_path / "bench_all_reduce_gpu_n4" / "one", "bench.csv", rows)
+    lines = gpu.all_reduce_table(tmp_path).splitlines()
+    assert lines[2] == "| 4 KiB | 2.50 / 1.50 (one_shot, auto) | 2.00 / 1.25 | 1.25 / 0.75 |"
+
+
+def test_work_lies_in_the_lane_of_its_stream_and_has_the_colour_of_its_kind(tmp_path: Path) -> None:
+    """Three profiled steps of 5 ms, of which the last is drawn: a ring that computes, exchanges and updates on one
+    stream, the same on two streams, and DistributedDataParallel."""
+    ring, overlapping = "ring_all_reduce", "ring_all_reduce, overlapping"
+    update = "multi_tensor_apply_kernel<TensorListMetadata<3>,"
+    last_step = [
+        (ring, ring, 7, "gemm", 0, 3),
+        (ring, ring, 7, "perform_table", 3, 4),
+        (ring, ring, 7, update, 4, 5),
+        ("ddp", ring, 7, "gemm", 0, 5),
+        ("ddp", ring, 17, "ncclDevKernel", 2, 4),
+        (overlapping, overlapping, 7, "gemm", 0, 5),
+        (overlapping, overlapping, 20, "perform_table", 1, 2),
+        (overlapping, overlapping, 20, update, 2, 3),
+        ("ddp", overlapping, 7, "gemm", 0, 5),
     ]
-    ring, ddp = gpu.overlap(written(tmp_path / "one", "gpu_work.csv", rows)).axes
+    rows = [
+        {"side": side, "beside": beside, "stream": stream, "name": name, "start_us": 1e3 * (before + start),
+         "end_us": 1e3 * (before + end)}
+        for before in (0, 5, 10)
+        for side, beside, stream, name, start, end in last_step
+    ]  # fmt: skip
+    folder = written(tmp_path / "one", "gpu_work.csv", rows)
+    medians = [(ring, "ddp", 0.005), ("ddp", ring, 0.006), (overlapping, "ddp", 0.004), ("ddp", overlapping, 0.007)]
+    with open(folder / "bench.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("side", "beside", "median_s"), *medians])
+    panels = gpu.overlap(folder).axes
 
-    def spans_ms(axes: Any) -> list[tuple[float, float, float]]:
-        boxes = [path.get_extents() for each in axes.collections for path in each.get_paths()]
-        assert all(isinstance(each, PolyCollection) for each in axes.collections)
-        return [(round((box.y0 + box.y1) / 2), box.x0, box.x1) for box in boxes]
+    def spans_ms(axes: Any) -> list[tuple[Any, ...]]:
+        """Lane, begin, end and kind of what is in sight."""
+        kinds = {to_rgba(colour): kind for kind, colour in gpu.KINDS.items()}
+        found = []
+        for each in axes.collections:
+            assert isinstance(each, PolyCollection)
+            for box in (path.get_extents() for path in each.get_paths()):
+                if box.x0 > -0.001:
+                    kind = kinds[tuple(each.get_facecolor()[0])]
+                    found.append((round((box.y0 + box.y1) / 2), round(box.x0, 3), round(box.x1, 3), kind))
+        return sorted(found)
 
-    assert spans_ms(ring) == [pytest.approx(each) for each in [(1, 0, 2), (1, 2, 5), (0, 1, 3)]]
-    assert spans_ms(ddp) == [pytest.approx(each) for each in [(1, 0, 4), (0, 4, 5)]]
+    compute = "forward, backward, copies"
+    assert [axes.get_title(loc="left") for axes in panels] == [
+        f"{ring}: 5.0 ms a step",
+        f"{overlapping}: 4.0 ms a step",
+        "ddp: 6.0 ms a step",
+    ]
+    assert [spans_ms(axes) for axes in panels] == [
+        [(1, 0, 3, compute), (1, 3, 4, "exchange"), (1, 4, 5, "update")],
+        [(0, 1, 2, "exchange"), (0, 2, 3, "update"), (1, 0, 5, compute)],
+        [(0, 2, 4, "exchange"), (1, 0, 5, compute)],
+    ]

@@ -21,7 +21,9 @@ WAYS = {
     "ring, ordinary tensor": ("#999999", "x"),
 }
 """What is drawn of all that was measured."""
-COMPUTE, BESIDE = "#D9D9D9", "#0072B2"
+KINDS = {"forward, backward, copies": "#D9D9D9", "exchange": "#D55E00", "update": "#009E73"}
+PROFILED_STEPS = 3
+"""As many as gpu_work.csv holds of each side (`bench/step.py`)."""
 
 
 def read_gpu_bench(folder: str | Path) -> list[dict[str, Any]]:
@@ -63,37 +65,56 @@ def _draw_ratios(axes: Axes, rows: list[dict[str, Any]], column: str, title: str
 
 
 def overlap(folder: str | Path) -> Figure:
-    """One step of each side: when the stream that computes is at work, and when the other ones are."""
+    """The last of the profiled steps of each side: what the stream that computes does, and what the other ones do."""
     with open(Path(folder) / "gpu_work.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["side"] == row["beside"] or row["side"] == "ddp"]
-    sides = {row["side"]: [each for each in rows if each["side"] == row["side"]] for row in rows}
-    figure = Figure(9.0, 0.9 + 0.9 * len(sides))
-    panels = figure.subplots(len(sides), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (side, work) in zip(panels, sides.items(), strict=True):
-        first = [row for row in work if row["beside"] == work[0]["beside"]]
-        _draw_streams(axes, side, first)
-    panels[-1].set_xlabel("milliseconds")
-    handles = [Patch(color=COMPUTE, label="forward, backward"), Patch(color=BESIDE, label="exchange and update")]
-    figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False)
+        rows = list(csv.DictReader(file))
+    medians_s = {(row["side"], row["beside"]): float(row["median_s"]) for row in _bench_rows(folder)}
+    pairs = dict.fromkeys((row["side"], row["beside"]) for row in rows)
+    shown = [pair for pair in pairs if pair[0] == pair[1]]
+    shown += [next(pair for pair in pairs if pair[0] == "ddp")]
+    figure = Figure(9.0, 0.9 + 0.9 * len(shown))
+    panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (side, beside) in zip(panels, shown, strict=True):
+        _draw_streams(axes, [row for row in rows if (row["side"], row["beside"]) == (side, beside)])
+        timed = medians_s[side, beside if side == "ddp" else "ddp"]
+        axes.set_title(f"{side}: {1e3 * timed:.1f} ms a step", fontsize=9, loc="left")
+    panels[-1].set_xlabel("milliseconds, while the profiler looks on")
+    handles = [Patch(color=colour, label=kind) for kind, colour in KINDS.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
     return figure
 
 
-def _draw_streams(axes: Axes, side: str, work: list[dict[str, str]]) -> None:
+def _bench_rows(folder: str | Path) -> list[dict[str, str]]:
+    with open(Path(folder) / "bench.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _draw_streams(axes: Axes, work: list[dict[str, str]]) -> None:
     busy: dict[str, float] = {}
     for row in work:
         busy[row["stream"]] = busy.get(row["stream"], 0.0) + float(row["end_us"]) - float(row["start_us"])
     compute = max(busy, key=lambda stream: busy[stream])
-    for lane, wanted, colour in ((1, True, COMPUTE), (0, False, BESIDE)):
-        bars = [
-            (float(row["start_us"]) / 1e3, (float(row["end_us"]) - float(row["start_us"])) / 1e3)
-            for row in work
-            if (row["stream"] == compute) == wanted
-        ]
-        axes.broken_barh(bars, (lane - 0.4, 0.8), facecolors=colour, linewidth=0)
-    axes.set(ylim=(-0.6, 1.6))
+    step_us = max(float(row["end_us"]) for row in work) / PROFILED_STEPS
+    begin_us = (PROFILED_STEPS - 1) * step_us
+    for lane, wanted in ((1, True), (0, False)):
+        for kind, colour in KINDS.items():
+            bars = [
+                ((float(row["start_us"]) - begin_us) / 1e3, (float(row["end_us"]) - float(row["start_us"])) / 1e3)
+                for row in work
+                if (row["stream"] == compute) == wanted and _kind(row["name"]) == kind
+            ]
+            axes.broken_barh(bars, (lane - 0.4, 0.8), facecolors=colour, linewidth=0)
+    axes.set(ylim=(-0.6, 1.6), xlim=(0, step_us / 1e3))
     axes.set_yticks([0, 1], ["other streams", "computing stream"], fontsize=8)
-    axes.set_title(side, fontsize=9, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _kind(name: str) -> str:
+    """Of KINDS, by the name of a kernel: ours and NCCL's, and those of fused optimizers; the plain performer's are not
+    told apart from what computes."""
+    if "perform_table" in name or "nccl" in name.lower():
+        return "exchange"
+    return "update" if "TensorListMetadata<3>" in name or "FusedOptimizer" in name else "forward, backward, copies"
 
 
 def cards_told(about: dict[str, Any]) -> str:
@@ -124,6 +145,21 @@ def nccl_table(results_dir: str | Path = "results") -> str:
         f"{cards_told(about)}, NCCL {about['NCCL']}, NCCL_NVLS_ENABLE {about['NCCL_NVLS_ENABLE']} (multicast), "
         f"{about['started'][:10]}, from `{folders['all_reduce'].relative_to(results_dir)}` and those of the others "
         f"({', '.join(f'{name}: {_commit(manifest(folder))}' for name, folder in folders.items())})."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def all_reduce_table(results_dir: str | Path = "results") -> str:
+    """All-reduce on four GPUs beside NCCL's, by size: the best of ours back to back, and the ring both ways."""
+    folder = newest("bench_all_reduce_gpu_n4", results_dir)
+    rows, about = read_gpu_bench(folder), manifest(folder)
+    lines = ["| size | all-reduce | ring, auto | ring, plain |", "|---|---|---|---|"]
+    for size in sorted({row["size_bytes"] for row in rows}):
+        cells = [_best(rows, size), _of(rows, size, "ring, auto"), _of(rows, size, "ring, plain")]
+        lines.append(f"| {size_told(size)} | {' | '.join(cells)} |")
+    note = (
+        f"As above. {cards_told(about)}, NCCL {about['NCCL']}, NCCL_NVLS_ENABLE {about['NCCL_NVLS_ENABLE']} "
+        f"(multicast), {about['started'][:10]}, from `{folder.relative_to(results_dir)}` ({_commit(about)})."
     )
     return "\n".join([*lines, "", note])
 

@@ -131,13 +131,18 @@ class Run:
 
 def newest(experiment: str, results_dir: str | Path = "results") -> Path:
     """The folder of the last complete run of an experiment. Raises ExperimentMissing."""
+    return complete(experiment, results_dir)[-1]
+
+
+def complete(experiment: str, results_dir: str | Path = "results") -> list[Path]:
+    """The folders of its complete runs, by when they were begun. Raises ExperimentMissing where there is none."""
     folders = sorted((Path(results_dir) / experiment).glob("*/manifest.json"))
-    complete = [each.parent for each in folders if json.loads(each.read_text()).get("status") == "completed"]
-    if not complete:
+    found = [each.parent for each in folders if json.loads(each.read_text()).get("status") == "completed"]
+    if not found:
         raise ExperimentMissing(
             f"{Path(results_dir) / experiment}: no complete results there; make them with: {how_to_make(experiment)}"
         )
-    return max(complete, key=lambda folder: str(manifest(folder)["started"]))
+    return sorted(found, key=lambda folder: str(manifest(folder)["started"]))
 
 
 def how_to_make(experiment: str) -> str:

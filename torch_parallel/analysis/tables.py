@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from torch_parallel.analysis.communication import read_bench, size_told
-from torch_parallel.analysis.gpu import nccl_table
+from torch_parallel.analysis.gpu import all_reduce_table, nccl_table
 from torch_parallel.analysis.runs import (
     by_label,
     by_setting,
+    complete,
     held_equal,
     machine_told,
     manifest,
@@ -102,23 +103,41 @@ def epoch_note(results_dir: str | Path = "results") -> str:
     )
 
 
-def step_table(results_dir: str | Path = "results") -> str:
-    """Steps of our strategies beside DistributedDataParallel's, and the memory of both."""
-    folder = newest("bench_step", results_dir)
-    with open(folder / "bench.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["side"] != "ddp"]
-    lines = ["| strategy | ms a step | times DDP's speed | part of its memory |", "|---|---|---|---|"]
-    for row in rows:
-        milliseconds = _with_spread([1e3 * seconds for seconds in json.loads(row["all_s"])], ".0f")
-        faster, memory = float(row["times_faster_than_ddp"]), row["part_of_ddps_memory"]
-        lines.append(f"| {row['side']} | {milliseconds} | {faster:.2f} | {f'{float(memory):.2f}' if memory else '-'} |")
+def step_table(results_dir: str | Path = "results", bench: str = "bench_step") -> str:
+    """Steps of our strategies beside DistributedDataParallel's, and the memory of both, by model and precision."""
+    lines = [
+        "| model, batch, precision | strategy | ms a step | times DDP's speed | efficiency | part of its memory |",
+        "|---|---|---|---|---|---|",
+    ]
+    folders = {}
+    for folder in complete(bench, results_dir):
+        about = manifest(folder)
+        folders[about["model"], about["precision"]] = folder
+    for (model, precision), folder in folders.items():
+        with open(folder / "bench.csv", newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["side"] not in ("ddp", "one process")]
+        for row in rows:
+            name = f"{model}, {int(row['parameters']) / 1e6:.1f} M, {row['batch_size']}, {precision}"
+            milliseconds = _with_spread([1e3 * seconds for seconds in json.loads(row["all_s"])], ".1f")
+            faster, memory = f"{float(row['times_faster_than_ddp']):.3f}", row["part_of_ddps_memory"]
+            shares = f"{100 * float(row['efficiency']):.0f} % | {f'{float(memory):.2f}' if memory else '-'}"
+            lines.append(f"| {name} | {row['side']} | {milliseconds} | {faster} | {shares} |")
     about = manifest(folder)
+    sources = ", ".join(
+        f"`{each.relative_to(results_dir)}` (commit {manifest(each)['commit'][:7]})" for each in folders.values()
+    )
     note = (
-        f"{about['parameters']:,} parameters, {about['optimizer']}, {about['n']} workers, in turns with "
-        f"DistributedDataParallel in the same processes; memory is the Pss of all processes. {machine_told(about)}, "
-        f"{about['started'][:10]}, from `{folder.relative_to(results_dir)}` (commit {about['commit'][:7]})."
+        f"Medians (least to largest); {about['optimizer']}, {about['n']} workers, in turns with "
+        "DistributedDataParallel in the same processes. Efficiency: what one process takes for a worker's share of the "
+        f"batch, over the step. Memory: {'the fullest GPU' if about['cards'] else 'the Pss of all processes'}. "
+        f"{machine_told(about)}, {about['started'][:10]}, from {sources}."
     )
     return "\n".join([*lines, "", note])
+
+
+def gpu_step_table(results_dir: str | Path = "results") -> str:
+    """The same on GPUs."""
+    return step_table(results_dir, "bench_step_gpu")
 
 
 def _with_spread(values: list[float], how: str) -> str:
@@ -131,7 +150,9 @@ TABLES = {
     "bench": bench_table,
     "epoch": epoch_note,
     "step": step_table,
+    "step_gpu": gpu_step_table,
     "nccl": nccl_table,
+    "nccl_n4": all_reduce_table,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,6 +27,12 @@ class Work:
     name: str
     start_us: float
     end_us: float
+
+    def row(self) -> dict[str, Any]:
+        """For a table of thousands: templates of C++ have names of several hundred characters."""
+        name = re.sub(r"^void |at::native::|\(anonymous namespace\)::", "", self.name)[:48]
+        start_us, end_us = round(self.start_us, 1), round(self.end_us, 1)
+        return {"stream": self.stream, "name": name, "start_us": start_us, "end_us": end_us}
 
 
 def profiled(step: Callable[[], None], steps: int) -> list[Work]:

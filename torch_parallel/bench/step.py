@@ -109,6 +109,7 @@ def time_alone(communicator: Communicator, setting: Setting, steps: int, repeats
         start_s = time.perf_counter()
         for _ in range(steps):
             side.step()
+            communicator.status.beat()  # nothing is exchanged, by which the others would know of it
         _meet(communicator)
         if repeat >= 0:
             seconds.append((time.perf_counter() - start_s) / steps)
@@ -173,7 +174,7 @@ class _Bench:
             parts = gpu_profile.shares(work[side]) if work else {}
             beside = DDP if side == name else name
             self.rows.append(self._row(side, beside, times, ddp_s, memory[side], difference, parts))
-        self.work += [{"side": side, "beside": name, **asdict(each)} for side in work for each in work[side]]
+        self.work += [{"side": side, "beside": name, **each.row()} for side in work for each in work[side]]
 
     def _row(
         self,
