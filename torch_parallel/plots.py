@@ -1,4 +1,5 @@
-"""Draws every figure of media/ anew, and fills the tables of the README, from results/ alone.
+"""From results/ alone: draws every figure of media/ anew, fills the tables of the README, and makes the table by which
+the fastest all-reduce is chosen.
 
 python -m torch_parallel plots
 """
@@ -15,10 +16,12 @@ import matplotlib.figure
 
 from torch_parallel.analysis import bottlenecks, communication, gpu, plots, timeline, waits
 from torch_parallel.analysis.animate import save_gif
+from torch_parallel.analysis.choice import fastest_table
 from torch_parallel.analysis.figure import Figure
 from torch_parallel.analysis.runs import ExperimentMissing, Unequal, newest
 from torch_parallel.analysis.tables import with_tables
 from torch_parallel.collectives import COLLECTIVES
+from torch_parallel.collectives.choice import TABLE
 from torch_parallel.steps import read_steps
 from torch_parallel.trace import read_chrome_trace
 from torch_parallel.training.config import OneLineParser
@@ -103,8 +106,10 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     try:
         files = draw_all(Path(options.results_dir), Path(options.media), skip=print)
+        table = Path(options.results_dir, TABLE.name)
+        table.write_text(fastest_table(options.results_dir))
         readme = Path(options.readme)
         readme.write_text(with_tables(readme.read_text(), options.results_dir))
     except (ExperimentMissing, Unequal, OSError) as error:
         sys.exit(f"plots: {error}")
-    print("\n".join(["drawn:", *(f"  {file}" for file in files), f"tables filled: {readme}"]))
+    print("\n".join(["drawn:", *(f"  {file}" for file in files), f"tables filled: {readme}, {table}"]))

@@ -6,7 +6,7 @@ A new one is a class, and one line here; an all-reduce algorithm has its strateg
 from __future__ import annotations
 
 from torch_parallel.gradients.finite import NotFinite
-from torch_parallel.strategies.all_reduce import ALL_REDUCE_STRATEGIES, AllReduce
+from torch_parallel.strategies.all_reduce import ALL_REDUCE_STRATEGIES, AllReduce, FastestAllReduce
 from torch_parallel.strategies.base import OptimizerFactory, Strategy
 from torch_parallel.strategies.builtin import DataParallelStrategy, DistributedDataParallelStrategy
 from torch_parallel.strategies.from_scratch import FromScratch
@@ -18,6 +18,7 @@ from torch_parallel.strategies.sharded import ShardedParamServer
 
 FROM_SCRATCH: dict[str, type[FromScratch]] = {
     **ALL_REDUCE_STRATEGIES,
+    "all_reduce": FastestAllReduce,
     "param_server": ParamServer,
     "sharded_param_server": ShardedParamServer,
 }

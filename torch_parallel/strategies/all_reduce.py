@@ -1,12 +1,16 @@
 """Every worker holds everything: gradients are summed by an all-reduce, and all make the same update.
 
 The sum has the same bits on every rank, so the parameters stay equal to the bit without ever being sent. There is one
-strategy for each algorithm of the registry.
+strategy for each algorithm of the registry, and one that takes the fastest.
 """
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from torch_parallel.collectives import ALL_REDUCE
+from torch_parallel.collectives.choice import fastest_all_reduce
+from torch_parallel.collectives.schedule import Collective
 from torch_parallel.gradients.buckets import Bucket
 from torch_parallel.strategies.from_scratch import FromScratch
 
@@ -17,18 +21,48 @@ SAYS_IT_ALL = ("two_shot_in_place", "reduce_broadcast", "gather_scatter", "all_g
 class AllReduce(FromScratch):
     """Synchronous data-parallel training over one all-reduce algorithm, by its name in the registry."""
 
-    options = ("overlap",)
+    options: ClassVar[tuple[str, ...]] = ("overlap",)
     algorithm: str
+
+    def collective(self, bucket: Bucket) -> Collective:
+        """What sums it: the same on all ranks."""
+        return ALL_REDUCE[self.algorithm]
 
     def reduce(self, bucket: Bucket) -> None:
         with self._exchanging():
             bucket.publish()
-            collective = ALL_REDUCE[self.algorithm]
-            bucket.result = self.transport.perform(collective, bucket.shared, f"gradients of bucket {bucket.index}")
+            what = f"gradients of bucket {bucket.index}"
+            bucket.result = self.transport.perform(self.collective(bucket), bucket.shared, what)
 
     def update(self, bucket: Bucket, scale: float | None = 1.0) -> None:
         if scale is not None:
             self._optimize(bucket, scale)
+
+    def _sums_are_common(self, bucket: Bucket) -> bool:
+        return self.collective(bucket).common_result
+
+
+class FastestAllReduce(AllReduce):
+    """Synchronous data-parallel training over the all-reduce that `algorithm` names, or, with "auto", for each bucket
+    over the one that was measured as the fastest for its size. Raises TransportError where ranks would choose unlike.
+    """
+
+    options = ("overlap", "algorithm")
+    common_sums = True  # some are
+
+    def __init__(self, *arguments: Any, algorithm: str = "auto", **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        communicator = self.communicator
+        self.algorithms = [
+            fastest_all_reduce(communicator.device.type, communicator.world_size, bucket.shared.local.nbytes)
+            if algorithm == "auto"
+            else algorithm
+            for bucket in self.buckets
+        ]
+        self.transport.agree(f"sum gradients by {', '.join(dict.fromkeys(self.algorithms))}")
+
+    def collective(self, bucket: Bucket) -> Collective:
+        return ALL_REDUCE[self.algorithms[bucket.index]]
 
 
 def strategy_of(algorithm: str) -> tuple[str, type[AllReduce]]:

@@ -188,11 +188,15 @@ class FromScratch(Strategy):
         with self._exchanging():
             self._settle()  # from here on the gradients may be written: by the scale, and by some optimizers
         with self._updating(bucket.index):
-            bucket.collect(copy=self.common_sums and self.transport.world_size > 1 and not only_reads)
+            bucket.collect(copy=self._sums_are_common(bucket) and self.transport.world_size > 1 and not only_reads)
             self._stop_if_overflown(bucket.index, bucket.gradients, bucket.named_views())
             if scale != 1.0:
                 bucket.gradients.mul_(scale)
             optimizer.step()
+
+    def _sums_are_common(self, bucket: Bucket) -> bool:
+        """Whether they lie in one memory that all ranks read, which none may write."""
+        return self.common_sums
 
     def _stop_if_overflown(self, index: int, sums: Tensor, parts: Iterable[tuple[str, Tensor]]) -> None:
         if not self.skip_not_finite:

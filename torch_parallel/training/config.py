@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn, get_type_hints
 
+from torch_parallel.collectives import ALL_REDUCE
 from torch_parallel.strategies import STRATEGIES
 from torch_parallel.training import emulation
 from torch_parallel.training.aggregate import AGGREGATES
@@ -151,6 +152,12 @@ class RunConfig:
         "if neither --steps_csv nor a --straggler of --straggler 1:4x's kind asks for what it hides)",
         own=True,
     )
+    algorithm: str = flag(
+        "auto",
+        "of all_reduce: auto takes the one that was measured as the fastest for a bucket's size and as many processes",
+        ("auto", *ALL_REDUCE),
+        own=True,
+    )
     staleness: int = flag(0, "steps that a worker of param_server_bounded may be ahead of the slowest one", own=True)
     backup_workers: int = flag(
         0, "workers of param_server_backup that a step does not wait for: the slowest ones, whoever they are", own=True
@@ -274,7 +281,8 @@ class RunConfig:
             default = type(self).__dataclass_fields__[name].default
             taken = self.strategy in takers or getattr(self, name) == default
             self._check(name, taken, f"{self.strategy} does not take it; give --strategy {' or '.join(takers)}")
-            self._check(name, (getattr(self, name) or 0) >= 0, "it must not be < 0")
+            value = getattr(self, name)
+            self._check(name, not isinstance(value, int) or value >= 0, "it must not be < 0")
         if self.backup_workers and self.n_gpus is not None:
             workers = self.n_gpus - STRATEGIES[self.strategy].server_count
             why = f"it must be less than the number of workers, {workers}: one at least is waited for"

@@ -1,0 +1,41 @@
+"""The table by which training chooses its all-reduce (`collectives/choice.py`), made from what benches measured."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from torch_parallel.analysis.runs import ExperimentMissing, newest
+from torch_parallel.collectives import ALL_REDUCE
+from torch_parallel.collectives.choice import COLUMNS
+
+BENCHES = {
+    "bench_collectives": "cpu",
+    "bench_all_reduce": "cpu",
+    "bench_all_reduce_gpu": "cuda",
+    "bench_all_reduce_gpu_n4": "cuda",
+}
+"""Where all-reduces were timed, and on what. Later ones count where two have the same size."""
+AS_USED = ", auto"
+"""Behind the names of algorithms on GPUs, performed as training does it."""
+
+
+def fastest_table(results_dir: str | Path = "results") -> str:
+    """The table, as CSV; on GPUs by calls back to back, as buckets follow each other."""
+    fastest: dict[tuple[str, int, int], str] = {}
+    for bench, device in BENCHES.items():
+        try:
+            folder = newest(bench, results_dir)
+        except ExperimentMissing:
+            continue
+        with open(folder / "bench.csv", newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["collective"] == "all_reduce"]
+        times: dict[tuple[str, int, int], dict[str, float]] = {}
+        for row in rows:
+            algorithm = row["way"].removesuffix(AS_USED if device == "cuda" else "")
+            if algorithm in ALL_REDUCE:
+                place = (device, int(row["n"]), int(row["size_bytes"]))
+                times.setdefault(place, {})[algorithm] = float(row.get("back_to_back_us") or row["time_us"])
+        fastest |= {place: min(of_place, key=of_place.__getitem__) for place, of_place in times.items()}
+    lines = [",".join(COLUMNS), *(",".join(map(str, (*place, fastest[place]))) for place in sorted(fastest))]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,44 @@
+"""Which all-reduce is the fastest, by device, number of ranks and size: looked up in a table that was measured once.
+
+The table is `results/fastest_all_reduce.csv`; `python -m torch_parallel plots` makes it from what the benches measured.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from functools import cache
+from pathlib import Path
+
+from torch_parallel.collectives import ALL_REDUCE
+
+TABLE = Path(__file__).parents[2] / "results" / "fastest_all_reduce.csv"
+COLUMNS = ("device", "n", "size_bytes", "algorithm")
+WITHOUT_TABLE = "ring"
+
+Place = tuple[int, int]  # ranks, bytes
+
+
+@cache
+def measured(table: Path = TABLE) -> dict[str, dict[Place, str]]:
+    """For each kind of device the fastest algorithm by ranks and size; empty where there is no table."""
+    fastest: dict[str, dict[Place, str]] = {}
+    if table.exists():
+        with open(table, newline="") as file:
+            for row in csv.DictReader(file):
+                if row["algorithm"] in ALL_REDUCE:
+                    fastest.setdefault(row["device"], {})[int(row["n"]), int(row["size_bytes"])] = row["algorithm"]
+    return fastest
+
+
+def fastest_all_reduce(device: str, n: int, nbytes: int, table: Path = TABLE) -> str:
+    """The name of the algorithm that was the fastest on "cpu" or "cuda" for the nearest number of ranks that was
+    measured, and for it at the nearest size; near is what differs by the smallest factor."""
+    places = measured(table).get(device)
+    if not places or n < 2:
+        return WITHOUT_TABLE
+
+    def factors(place: Place) -> tuple[float, float]:
+        return abs(math.log(place[0] / n)), abs(math.log(place[1] / max(nbytes, 1)))
+
+    return places[min(places, key=factors)]
