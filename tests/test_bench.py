@@ -233,6 +233,7 @@ def test_the_model_has_about_the_size_asked_for(parameters: int) -> None:
         (["all_reduce", "--largest_mb", "0.001"], "--largest_mb 0.001"),
         (["all_reduce", "--largest_mb", "nan"], "--largest_mb nan"),
         (["all_reduce", "--device", "cuda", "--n_gpus", "999"], "--n_gpus 999"),
+        (["all_reduce", "--settings", "all"], "--settings all: the grids are those of the GPU's kernel; give --device"),
         (["epoch", "--n_gpus", "0"], "--n_gpus 0"),
         (["epoch", "--batch_size", "0"], "--batch_size 0"),
         (["epoch", "--repeats", "0"], "--repeats 0"),

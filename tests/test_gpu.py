@@ -150,5 +150,6 @@ def test_training_uses_no_kernel_of_nccl_and_no_process_group(tmp_path: Path, st
     for rank in range(2):
         seen = json.loads((tmp_path / f"rank_{rank}.json").read_text())
         assert len(seen["ran"]) > 5 and not seen["group"]
-        assert any("perform_table" in name for name in seen["ran"]) <= (performer == "triton")
+        kernel_ran = any("perform_table" in name for name in seen["ran"])
+        assert kernel_ran == (performer == "triton") or (not kernel_ran and "server" in strategy)
         assert not [name for name in seen["ran"] if "nccl" in name.lower()]

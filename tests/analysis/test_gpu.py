@@ -41,22 +41,27 @@ def timing(way: str, size: int, single: float, in_a_row: float) -> dict[str, Any
 ROWS = [
     timing("nccl", 4096, 1.0, 1.0),
     timing("ring, plain", 4096, 1.25, 0.75),
-    timing("one_shot, auto", 4096, 2.5, 1.5),
-    timing("ring, ordinary tensor", 4096, 9.0, 9.0),  # is not compared: it does something else
+    timing("ring, auto", 4096, 2.5, 1.5),
+    timing("ring, ordinary tensor", 4096, 9.0, 9.0),
 ]
 
 
-def test_the_table_names_what_is_fastest_back_to_back(tmp_path: Path) -> None:
-    for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast"):
-        rows = ROWS if name == "all_reduce" else [ROWS[0], timing("pull, auto", 4096, 3.0, 2.0)]
-        written(tmp_path / f"bench_{name}_gpu" / "one", "bench.csv", rows)
+def test_the_table_has_what_users_get_and_what_was_measured(tmp_path: Path) -> None:
+    written(tmp_path / "bench_all_reduce_gpu" / "one", "bench.csv", ROWS)
+    rows = [timing("nccl", 4096, 1.0, 1.0), timing("tree_broadcast, auto", 4096, 9.0, 9.0)]
+    rows += [timing("broadcast, auto", size, 3.0, 2.0) for size in (4096, 1 << 20)]
+    written(tmp_path / "bench_broadcast_gpu" / "one", "bench.csv", rows)
     lines = gpu.nccl_table(tmp_path).splitlines()
-    other = "3.00 / 2.00 (pull, auto)"
-    assert lines[2] == f"| 4 KiB | 2.50 / 1.50 (one_shot, auto) | 1.25 / 0.75 | {other} | {other} | {other} |"
-    assert (
-        "2 NVIDIA H200, torch 2.11.0, NCCL 2.28.9, NCCL_NVLS_ENABLE 0" in lines[-1]
-        and "broadcast: commit 0123456" in lines[-1]
-    )
+    assert lines[:4] == [
+        "| size | ring | plain ring | two shots in place | broadcast |",
+        "|---|---|---|---|---|",
+        "| 4 KiB | 2.50 / 1.50 | 1.25 / 0.75 | - | 3.00 / 2.00 |",
+        "| 1 MiB | - | - | - | 3.00 / 2.00 |",
+    ]
+    assert "2 NVIDIA H200, torch 2.11.0, NCCL 2.28.9, its NVLink multicast off (NCCL_NVLS_ENABLE 0)" in lines[-1]
+    assert "`bench_broadcast_gpu/one` (commit 0123456)" in lines[-1]
+    written(tmp_path / "bench_all_reduce_gpu_n4" / "one", "bench.csv", ROWS)
+    assert gpu.nccl_table_of_four(tmp_path).splitlines()[2] == "| 4 KiB | 2.50 / 1.50 | 1.25 / 0.75 | - |"
 
 
 def test_lines_are_the_ratios_of_their_way(tmp_path: Path) -> None:
@@ -64,13 +69,6 @@ def test_lines_are_the_ratios_of_their_way(tmp_path: Path) -> None:
     for axes, expected in ((single, 1.25), (in_a_row, 0.75)):
         (line,) = [each for each in axes.lines if each.get_label() == "ring, plain"]
         assert list(line.get_ydata()) == [expected]
-
-
-def test_on_four_gpus_the_best_stands_beside_the_ring(tmp_path: Path) -> None:
-    rows = [*ROWS, timing("ring, auto", 4096, 2.0, 1.25)]
-    written(tmp_path / "bench_all_reduce_gpu_n4" / "one", "bench.csv", rows)
-    lines = gpu.all_reduce_table(tmp_path).splitlines()
-    assert lines[2] == "| 4 KiB | 2.50 / 1.50 (one_shot, auto) | 2.00 / 1.25 | 1.25 / 0.75 |"
 
 
 def test_work_lies_in_the_lane_of_its_stream_and_has_the_colour_of_its_kind(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def test_the_table_takes_the_fastest_of_each_size_and_on_gpus_of_calls_back_to_b
         "collective,way,n,size_bytes,time_us,back_to_back_us\n"
         'all_reduce,nccl,2,64,1,1\nall_reduce,"ring, auto",2,64,9,2\nall_reduce,"tree, auto",2,64,8,3\n'
         'all_reduce,"one_shot, plain",2,64,1,1\n'
+        'all_reduce,"two_shot_in_place, auto",2,64,1,1\n'
     )
     assert fastest_table(tmp_path).splitlines() == [
         "device,n,size_bytes,algorithm",

@@ -224,8 +224,9 @@ def test_no_gpu_and_no_folder(
     assert "this machine has 0 GPUs" in command_refused(capsys, monkeypatch, "--device", "cuda")
     line = command_refused(capsys, monkeypatch, "--data_dir", "nowhere")
     assert "--data_dir nowhere" in line and "no such folder" in line
-    line = command_refused(capsys, monkeypatch, "--device", "cpu", "--performer", "triton")
-    assert "--performer triton: this run uses no GPU; take --performer auto" in line
+    for performer in ("triton", "plain"):
+        line = command_refused(capsys, monkeypatch, "--device", "cpu", "--performer", performer)
+        assert f"--performer {performer}: this run uses no GPU; take --performer auto" in line
 
 
 def damage_nothing(place: Path) -> None:

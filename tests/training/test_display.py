@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,33 @@ def test_one_line_an_epoch_with_the_mean_over_the_workers(tmp_path: Path, capsys
     assert capsys.readouterr().out == line + "  4 steps skipped so far\n"
     shown.message(0, Saved(7, "runs/step_7.pt"))
     assert capsys.readouterr().out == "checkpoint of step 7: runs/step_7.pt\n"
+
+
+@pytest.mark.parametrize(
+    "untold, line",
+    [
+        (("exchange_s",), "compute and exchange 1.50 s  wait 3.00 s  update 0.25 s"),
+        (("wait_s",), "compute 1.50 s  exchange and wait 0.38 s  update 0.25 s"),
+        (("wait_s", "update_s"), "compute 1.50 s  exchange, wait and update 0.38 s"),
+    ],
+)
+def test_what_cannot_be_told_apart_is_named_with_what_it_is_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], untold: tuple[str, ...], line: str
+) -> None:
+    """And is left blank in the table."""
+    shown = display(tmp_path, strategy="param_server", n_gpus=3)
+    epoch = an_epoch()
+    for spent in epoch.ranks:
+        for part in untold:
+            setattr(spent, part, math.nan)
+    shown.message(1, epoch)
+    assert capsys.readouterr().out.endswith(f"samples/s  {line}\n")
+    with open(shown.folder.path / "runs.csv", newline="") as file:
+        assert all(
+            (row[part] == "") == (part in untold)
+            for row in csv.DictReader(file)
+            for part in ("exchange_s", "wait_s", "update_s")
+        )
 
 
 def test_the_same_figures_are_written_down_by_rank(tmp_path: Path) -> None:

@@ -45,11 +45,14 @@ def connected(communicator: Communicator, fails: str, performer: str) -> tuple[b
 
     fake: Any = cuda_ipc
     fake._obstacle = lambda device, indices: "no way" if here and fails == "access" else ""
+    fake.atomics_reach = lambda index, peer: not (here and fails == "atomics")
     fake._mapping_obstacle = lambda board, arena, world_size: board.first("")
     fake.StreamSignals, fake.CudaIpcTransport = signals, FakeTransport
     torch.cuda.synchronize = lambda device: None
     sys.modules["torch_parallel.transport.triton_performer"] = SimpleNamespace(try_out=try_out)  # type: ignore
-    transport, line = cuda_ipc.connect_gpus(communicator.transport, torch.device("cuda", 0), 20, performer)
+    transport, line = cuda_ipc.connect_gpus(
+        communicator.transport, torch.device("cuda", communicator.rank), 20, performer
+    )
     return transport is communicator.transport, getattr(transport, "performer", ""), line
 
 
@@ -63,8 +66,17 @@ def connected(communicator: Communicator, fails: str, performer: str) -> tuple[b
             (
                 True,
                 "",
-                f"{cuda_ipc.THROUGH_HOST}: GPU 0 cannot reach the host's memory: "
+                f"{cuda_ipc.THROUGH_HOST}: GPU 1 cannot reach the host's memory: "
                 "the CUDA driver failed with CUDA_ERROR_OPERATING_SYSTEM (304) (rank 1)",
+            ),
+        ),
+        (
+            "atomics",
+            (
+                False,
+                "plain",
+                "torch's own operations do what one kernel would do faster: "
+                "GPU 1 cannot make atomic operations on the memory of GPU 0 (rank 1)",
             ),
         ),
         (
@@ -95,3 +107,34 @@ def test_who_asks_for_triton_is_told_that_it_does_not_work() -> None:
 
 def test_who_asks_for_plain_needs_no_compiler() -> None:
     assert launch(connected, 2, "compile", "plain", threads=1, deadline_s=30) == [(False, "plain", "")] * 2
+
+
+def arena_without_gpus(communicator: Communicator) -> list[str]:
+    """What every rank is told when rank 1 lacks the memory, and what it has when nobody does."""
+    fake: Any = cuda_ipc
+    lacks = [communicator.rank == 1]
+
+    def current_stream(device: torch.device) -> Any:
+        if lacks[0]:
+            raise RuntimeError("CUDA out of memory\nand a second line")
+        return SimpleNamespace(synchronize=lambda: None)
+
+    torch.cuda.current_stream = current_stream  # type: ignore
+    fake._handle = lambda tensor: (int, {"numel": tensor.numel()})
+    fake.CudaArena._open = lambda arena, handle: torch.full((handle[1]["numel"],), 7, dtype=torch.uint8)
+    board = cuda_ipc.Noticeboard(communicator.transport)
+    with pytest.raises(RuntimeError) as raised:
+        cuda_ipc.CudaArena(board, communicator.rank, torch.device("cpu")).allocate(2, 3, torch.uint8)
+    lacks[0] = False
+    arena = cuda_ipc.CudaArena(board, communicator.rank, torch.device("cpu"))
+    got = [arena.allocate(count, 3, torch.uint8) for count in (2, 1)]
+    return [str(raised.value), *(str([part.tolist() for part in parts]) for parts in got)]
+
+
+def test_a_gpu_that_is_full_is_told_to_all_ranks() -> None:
+    """Nobody waits in vain for a handle. A rank's own memory is zero; the peers' is 7 here."""
+    full, own, theirs = "CUDA out of memory on rank 1", [0, 0, 0], [7, 7, 7]
+    assert launch(arena_without_gpus, 2, threads=1, deadline_s=30) == [
+        [full, str([own, theirs]), str([own])],
+        [full, str([theirs, own]), str([theirs])],
+    ]

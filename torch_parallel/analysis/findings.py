@@ -77,6 +77,8 @@ def ring_beside_ddp(folder: str | Path) -> str:
         told = [f"{model}: the ring's epoch takes {ours / theirs:.2f} of DistributedDataParallel's time."]
         told.append(f"They differ by {theirs - ours:+.2f} s:")
         parts = [("compute", ("compute",)), ("exchange and waiting", ("exchange", "wait")), ("update", ("update",))]
+        if any(run.part_s("update") is None for run in ring):
+            parts[1:] = [("exchange, waiting and update", ("exchange", "wait", "update"))]
         if any(run.part_s("exchange") is None for run in ddp):
             parts[:2] = [("compute, exchange and waiting", ("compute", "exchange", "wait"))]
         told.append(

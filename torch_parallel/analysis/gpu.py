@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 from torch_parallel.analysis.communication import size_told
 from torch_parallel.analysis.figure import Figure
-from torch_parallel.analysis.runs import manifest, newest
+from torch_parallel.analysis.runs import ExperimentMissing, manifest, newest
 
 WAYS = {
     "ring, plain": ("#56B4E9", "o"),
@@ -21,6 +21,15 @@ WAYS = {
     "ring, ordinary tensor": ("#999999", "x"),
 }
 """What is drawn of all that was measured."""
+COLUMNS = (
+    ("ring", "all_reduce", "ring, auto"),
+    ("plain ring", "all_reduce", "ring, plain"),
+    ("two shots in place", "all_reduce", "two_shot_in_place, auto"),
+    ("reduce-scatter", "reduce_scatter", "direct_reduce_scatter, auto"),
+    ("all-gather", "all_gather", "direct_all_gather, auto"),
+    ("broadcast", "broadcast", "broadcast, auto"),
+)
+"""Heading, operation and way of what is told beside NCCL's: as users get it."""
 KINDS = {"forward, backward, copies": "#D9D9D9", "exchange": "#D55E00", "update": "#009E73"}
 PROFILED_STEPS = 3
 """As many as gpu_work.csv holds of each side (`bench/step.py`)."""
@@ -122,57 +131,39 @@ def cards_told(about: dict[str, Any]) -> str:
     return f"{len(about['cards'])} {about['cards'][0]}, torch {about['versions']['torch']}"
 
 
-def _commit(about: dict[str, Any]) -> str:
-    return f"commit {about['commit'][:7]}" if about["commit"] else "code outside a repository"
-
-
-def nccl_table(results_dir: str | Path = "results") -> str:
-    """All-reduce, reduce-scatter, all-gather and broadcast beside NCCL's, by size: the best of ours back to back."""
-    lines = [
-        "| size | all-reduce | plain ring | reduce-scatter | all-gather | broadcast |",
-        "|---|---|---|---|---|---|",
-    ]
-    names = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
-    folders = {name: newest(f"bench_{name}_gpu", results_dir) for name in names}
-    rows = {name: read_gpu_bench(folder) for name, folder in folders.items()}
-    for size in sorted({row["size_bytes"] for row in rows["all_reduce"]}):
-        cells = [_best(rows["all_reduce"], size), _of(rows["all_reduce"], size, "ring, plain")]
-        cells += [_best(rows[name], size) for name in names[1:]]
+def nccl_table(results_dir: str | Path = "results", of: str = "gpu") -> str:
+    """Ours beside NCCL's by size, those of COLUMNS that were measured: of the benches that are named after `of`."""
+    benches: dict[str, list[dict[str, Any]]] = {}
+    sources = []
+    for operation in dict.fromkeys(operation for _, operation, _ in COLUMNS):
+        try:
+            folder = newest(f"bench_{operation}_{of}", results_dir)
+        except ExperimentMissing:
+            continue
+        benches[operation] = read_gpu_bench(folder)
+        about = manifest(folder)
+        sources.append(f"`{folder.relative_to(results_dir)}` (commit {about['commit'][:7]})")
+    columns = [column for column in COLUMNS if column[1] in benches]
+    lines = [f"| size | {' | '.join(name for name, *_ in columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for size in sorted({row["size_bytes"] for rows in benches.values() for row in rows}):
+        cells = [_of(benches[operation], size, way) for _, operation, way in columns]
         lines.append(f"| {size_told(size)} | {' | '.join(cells)} |")
-    about = manifest(folders["all_reduce"])
+    multicast = "off" if about["NCCL_NVLS_ENABLE"] == "0" else "as NCCL decides"
     note = (
-        "Times NCCL's speed, single calls / back to back, of what is fastest (in brackets, back to back). "
-        f"{cards_told(about)}, NCCL {about['NCCL']}, NCCL_NVLS_ENABLE {about['NCCL_NVLS_ENABLE']} (multicast), "
-        f"{about['started'][:10]}, from `{folders['all_reduce'].relative_to(results_dir)}` and those of the others "
-        f"({', '.join(f'{name}: {_commit(manifest(folder))}' for name, folder in folders.items())})."
+        f"Times NCCL's speed, single calls / back to back. {cards_told(about)}, NCCL {about['NCCL']}, its NVLink "
+        f"multicast {multicast} (NCCL_NVLS_ENABLE {about['NCCL_NVLS_ENABLE']}), {about['started'][:10]}, "
+        f"from {', '.join(sources)}."
     )
     return "\n".join([*lines, "", note])
 
 
-def all_reduce_table(results_dir: str | Path = "results") -> str:
-    """All-reduce on four GPUs beside NCCL's, by size: the best of ours back to back, and the ring both ways."""
-    folder = newest("bench_all_reduce_gpu_n4", results_dir)
-    rows, about = read_gpu_bench(folder), manifest(folder)
-    lines = ["| size | all-reduce | ring, auto | ring, plain |", "|---|---|---|---|"]
-    for size in sorted({row["size_bytes"] for row in rows}):
-        cells = [_best(rows, size), _of(rows, size, "ring, auto"), _of(rows, size, "ring, plain")]
-        lines.append(f"| {size_told(size)} | {' | '.join(cells)} |")
-    note = (
-        f"As above. {cards_told(about)}, NCCL {about['NCCL']}, NCCL_NVLS_ENABLE {about['NCCL_NVLS_ENABLE']} "
-        f"(multicast), {about['started'][:10]}, from `{folder.relative_to(results_dir)}` ({_commit(about)})."
-    )
-    return "\n".join([*lines, "", note])
-
-
-def _best(rows: list[dict[str, Any]], size: int) -> str:
-    ours = [row for row in rows if row["size_bytes"] == size and row["way"] not in ("nccl", "ring, ordinary tensor")]
-    if not ours:
-        return "-"
-    single = max(row["times_faster_than_nccl"] for row in ours)
-    best = max(ours, key=lambda row: row["back_to_back_times_faster"])
-    return f"{single:.2f} / {best['back_to_back_times_faster']:.2f} ({best['way']})"
+def nccl_table_of_four(results_dir: str | Path = "results") -> str:
+    """The same of four GPUs."""
+    return nccl_table(results_dir, "gpu_n4")
 
 
 def _of(rows: list[dict[str, Any]], size: int, way: str) -> str:
-    (row,) = [row for row in rows if row["size_bytes"] == size and row["way"] == way]
-    return f"{row['times_faster_than_nccl']:.2f} / {row['back_to_back_times_faster']:.2f}"
+    found = [row for row in rows if row["size_bytes"] == size and row["way"] == way]
+    if not found:
+        return "-"
+    return f"{found[0]['times_faster_than_nccl']:.2f} / {found[0]['back_to_back_times_faster']:.2f}"

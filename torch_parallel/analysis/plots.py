@@ -70,7 +70,8 @@ def epoch_parts(folder: str | Path) -> Figure:
     """Seconds of an epoch and what they go into, a panel for each model. Whiskers: the whole epoch's spread.
 
     DistributedDataParallel times its exchange together with its waiting, in one of ten steps, from which its epoch's is
-    worked out; what backward hides of it is compute. Each part is the median of its own, so they add up to the whole
+    worked out; what backward hides of it is compute. On GPUs our exchange holds the waiting too, and updates that are
+    made while others are exchanged. Each part is the median of its own, so they add up to the whole
     only nearly.
     """
     models = by_setting(read_runs(folder), "model")
@@ -84,14 +85,13 @@ def epoch_parts(folder: str | Path) -> Figure:
             for part in PARTS:
                 times = [seconds for run in of_label if (seconds := run.part_s(part)) is not None]
                 if times:
-                    hatch = "//" if part == "exchange" and of_label[0].strategy == "ddp" else None
+                    hatch = "//" if part == "exchange" and _with_waiting(of_label[0]) else None
                     axes.barh(row, statistics.median(times), 0.55, left, color=PART_COLOURS[part], hatch=hatch)
                     left += statistics.median(times)
             middle, least, largest = spread([run.epoch_s for run in of_label])
             axes.errorbar(middle, row, xerr=[[middle - least], [largest - middle]], color="#222222", capsize=3)
             axes.annotate(f"{middle:.2f} s", (largest, row), (6, 0), textcoords="offset points", va="center")
-        apart = {label: all(run.part_s("exchange") is not None for run in runs) for label, runs in groups.items()}
-        names = [f"{label}\n({_exchange_told(label, apart[label])})" for label in groups]
+        names = [f"{label}\n({_exchange_told(of_label)})" for label, of_label in groups.items()]
         axes.set_yticks(range(len(groups)), names)
         axes.set_ylim(len(groups) - 0.5, -0.5)
         axes.margins(x=0.12)
@@ -105,10 +105,17 @@ def epoch_parts(folder: str | Path) -> Figure:
     return figure
 
 
-def _exchange_told(label: str, apart: bool) -> str:
-    if not apart:
+def _with_waiting(run: Run) -> bool:
+    """Whether its exchange holds the waiting."""
+    return run.strategy == "ddp" or run.part_s("wait") is None
+
+
+def _exchange_told(runs: list[Run]) -> str:
+    if any(run.part_s("exchange") is None for run in runs):
         return "exchange within compute"
-    return "exchange from 1 step of 10" if label.startswith("ddp") else "every step timed"
+    if runs[0].strategy == "ddp":
+        return "exchange from 1 step of 10"
+    return "updates within exchange" if runs[0].part_s("update") is None else "every step timed"
 
 
 def scaling(folder: str | Path) -> Figure:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_parallel.analysis.communication import read_bench, size_told
-from torch_parallel.analysis.gpu import all_reduce_table, nccl_table
+from torch_parallel.analysis.gpu import nccl_table, nccl_table_of_four
 from torch_parallel.analysis.runs import (
     by_label,
     by_setting,
@@ -152,7 +152,7 @@ TABLES = {
     "step": step_table,
     "step_gpu": gpu_step_table,
     "nccl": nccl_table,
-    "nccl_n4": all_reduce_table,
+    "nccl_n4": nccl_table_of_four,
 }
 
 

@@ -91,6 +91,8 @@ def _parse(name: str, arguments: list[str]) -> Namespace:
     options = parser.parse_args(arguments)
     if options.largest_mb is None:
         options.largest_mb = gpu.LARGEST_MB if options.device == "cuda" else collectives.LARGEST_MB
+    if options.settings == "all" and options.device != "cuda":
+        raise ConfigError("--settings all: the grids are those of the GPU's kernel; give --device cuda too")
     for n in options.n_gpus:
         if n < 2:
             raise ConfigError(f"--n_gpus {n}: it takes at least 2 processes to exchange anything")

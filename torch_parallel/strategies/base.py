@@ -131,6 +131,11 @@ class Strategy(ABC):
             for group in optimizer.param_groups:
                 group["lr"] = lr
 
+    @property
+    def updates_in_background(self) -> bool:
+        """Whether a clock of the host or of the computing stream does not see updates."""
+        return False
+
     @abstractmethod
     def begin_step(self) -> None:
         """Clears the gradients."""

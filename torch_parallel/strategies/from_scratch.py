@@ -143,6 +143,10 @@ class FromScratch(Strategy):
         self._finite.confirm()
 
     @property
+    def updates_in_background(self) -> bool:
+        return self._pipeline.stream is not None and self._bucket_by_bucket
+
+    @property
     def _bucket_by_bucket(self) -> bool:
         """Whether a bucket can be updated before all have been reduced."""
         return self.clip_norm is None and not self.skip_not_finite

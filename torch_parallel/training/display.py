@@ -126,13 +126,11 @@ class Display:
         self.folder.append_rows(self._rows(epoch))  # first: what was shown is on disk
         skipped = f"  {epoch.skipped_steps} steps skipped so far" if epoch.skipped_steps else ""
         updating = epoch.ranks[0]  # with a server, the only rank that updates
-        parts = f"compute {mean('compute_s'):.2f} s  exchange {mean('exchange_s'):.2f} s  wait {mean('wait_s'):.2f} s"
-        if math.isnan(mean("exchange_s")):
-            parts = f"compute and exchange {mean('compute_s'):.2f} s"
+        parts = {part: mean(f"{part}_s") for part in ("compute", "exchange", "wait")} | {"update": updating.update_s}
         self.say(
             f"epoch {epoch.epoch}/{self.config.epochs}  train loss {epoch.train_loss:.4f}  "
             f"test accuracy {100 * epoch.test_accuracy:.2f} %  {epoch.samples_per_s:,.0f} samples/s  "
-            f"{parts}  update {updating.update_s:.2f} s{skipped}{_served_line(epoch.served)}"
+            f"{_parts_line(parts)}{skipped}{_served_line(epoch.served)}"
         )
 
     def _options(self) -> dict[str, Any]:
@@ -164,8 +162,9 @@ class Display:
             parts = asdict(spent)
             for by_peer in ("waited_for_s", "received_bytes"):
                 parts[by_peer] = json.dumps(parts[by_peer])
-            if math.isnan(spent.exchange_s):
-                parts["exchange_s"] = None
+            for part in ("exchange_s", "wait_s", "update_s"):
+                if math.isnan(parts[part]):
+                    parts[part] = None
             rows.append({**common, "rank": rank, "role": "server" if rank < self.servers else "worker", **parts})
         if epoch.served is not None:
             rows[0] |= _served_columns(epoch.served)
@@ -173,6 +172,18 @@ class Display:
 
     def close(self) -> None:
         self.bar.close()
+
+
+def _parts_line(seconds: dict[str, float]) -> str:
+    """A part that is NaN is named together with the one before it, in which it is."""
+    groups: list[list[str]] = []
+    for part, value in seconds.items():
+        if math.isnan(value):
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+    told = (f"{', '.join(group[:-1])} and {group[-1]}" if len(group) > 1 else group[0] for group in groups)
+    return "  ".join(f"{name} {seconds[group[0]]:.2f} s" for name, group in zip(told, groups, strict=True))
 
 
 def _served_line(served: Served | None) -> str:

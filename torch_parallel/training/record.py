@@ -14,10 +14,14 @@ from torch_parallel.strategies.tally import Tally
 
 @dataclass
 class RankEpoch:
-    """What one rank spent on the training part of one epoch; evaluation and checkpoints are not in it."""
+    """What one rank spent on the training part of one epoch; evaluation and checkpoints are not in it.
+
+    NaN is what cannot be told from the part before it, and is in that: an exchange that only torch times, on GPUs what
+    a stream waits for, and updates that are made while others are exchanged.
+    """
 
     compute_s: float = 0.0
-    exchange_s: float = 0.0  # without the waiting; NaN where it cannot be told from compute, in which it is then
+    exchange_s: float = 0.0  # without the waiting
     wait_s: float = 0.0
     update_s: float = 0.0
     waited_for_s: list[float] = field(default_factory=list)  # by peer

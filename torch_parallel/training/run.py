@@ -61,9 +61,10 @@ def train(
     servers = STRATEGIES[config.strategy].server_count
     n, device, device_line = choose_processes(emulation.processes(config), config.device, servers)
     config = replace(config, n_gpus=n)
-    if config.performer == "triton" and (device != "cuda" or importlib.util.find_spec("triton") is None):
-        lacks = "triton is not installed" if device == "cuda" else "this run uses no GPU"
-        raise ConfigError(f"--performer triton: {lacks}; take --performer auto")
+    if config.performer != "auto" and device != "cuda":
+        raise ConfigError(f"--performer {config.performer}: this run uses no GPU; take --performer auto")
+    if config.performer == "triton" and importlib.util.find_spec("triton") is None:
+        raise ConfigError("--performer triton: triton is not installed; take --performer auto")
     if dataset is None:
         dataset, data_line = load_dataset(
             config.dataset, config.data_dir, config.train_size, config.seed, config.test_size

@@ -15,6 +15,7 @@ _CAN_USE_64_BIT_STREAM_MEM_OPS = 122  # CU_DEVICE_ATTRIBUTE_...; where these are
 _WAIT_GEQ = 0  # until (int32)(*address - number) >= 0, so numbers may wrap around
 _WRITE_DEFAULT = 0  # what the stream did before is visible to all before the number is
 _PORTABLE_AND_MAPPED = 3
+_NATIVE_ATOMIC_SUPPORTED = 3  # CU_DEVICE_P2P_ATTRIBUTE_...
 
 
 class DriverError(RuntimeError):
@@ -40,6 +41,14 @@ def streams_can_wait(device_index: int) -> bool:
     """Whether streams of this GPU (as CUDA_VISIBLE_DEVICES numbers it) can wait for memory and write it."""
     value = ctypes.c_int(0)
     _check(_driver().cuDeviceGetAttribute(ctypes.byref(value), _CAN_USE_64_BIT_STREAM_MEM_OPS, device_index))
+    return bool(value.value)
+
+
+def atomics_reach(device_index: int, peer_index: int) -> bool:
+    """Whether kernels of the one GPU can make atomic operations on the memory of the other, as they can over NVLink."""
+    value = ctypes.c_int(0)
+    reference = ctypes.byref(value)
+    _check(_driver().cuDeviceGetP2PAttribute(reference, _NATIVE_ATOMIC_SUPPORTED, device_index, peer_index))
     return bool(value.value)
 
 

@@ -10,7 +10,8 @@ A schedule is performed in one of two ways, with the same result:
 - Triton: one kernel performs the whole schedule (`kernel.py`), faster above all for small buffers. It ends with the
   peers' reading, so `settle` has nothing left to wait for; and `told` does not see it.
 
-All ranks must choose alike, so what decides is the same on all: what is asked for, the buffer, and the schedule.
+All ranks must choose alike, so what decides is the same on all: what is asked for, the buffer, the schedule, and
+whether somebody observes.
 
 Control, texts to agree on and handles of memory, goes through the transport of the host.
 """
@@ -28,7 +29,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from torch_parallel.collectives.schedule import Collective
 from torch_parallel.transport.base import Transport, TransportError
 from torch_parallel.transport.buffer import SharedBuffer
-from torch_parallel.transport.cuda_driver import DriverError, streams_can_wait
+from torch_parallel.transport.cuda_driver import DriverError, atomics_reach, streams_can_wait
 from torch_parallel.transport.signals import READY
 from torch_parallel.transport.stream_signals import StreamSignals, Watchdog, flag_words
 
@@ -60,12 +61,15 @@ def connect_gpus(host: Transport, device: torch.device, deadline_s: float, perfo
     """
     board = Noticeboard(host)
     flags = host.share(flag_words(host.world_size), torch.int32).parts
-    signals, obstacle = _stream_signals(host.rank, flags, device, deadline_s, board.exchange(device.index))
+    indices = board.exchange(device.index)
+    signals, obstacle = _stream_signals(host.rank, flags, device, deadline_s, indices)
     arena = CudaArena(board, host.rank, device)
     obstacle = board.first(obstacle) or _mapping_obstacle(board, arena, host.world_size)
     if obstacle or signals is None:
         return host, f"{THROUGH_HOST}: {obstacle}"
-    why = "" if performer == "plain" else board.first(_kernel_obstacle(host, device, signals.note_address, deadline_s))
+    why = ""
+    if performer != "plain":
+        why = board.first(_atomics_obstacle(device, indices) or _kernel_obstacle(host, device, signals, deadline_s))
     if why and performer == "triton":
         raise TransportError(f"--performer triton: {why}; take --performer plain")
     transport = CudaIpcTransport(host, arena, signals, device, deadline_s, "plain" if why else performer)
@@ -93,7 +97,7 @@ def _mapping_obstacle(board: Noticeboard, arena: CudaArena, world_size: int) -> 
         arena.allocate(world_size, 1, torch.int32)
         return board.first("")
     except RuntimeError as error:  # a container may forbid it
-        return board.first(f"GPU memory of another process cannot be mapped: {_first_line(error)}")
+        return board.first(f"GPU memory cannot be shared: {_first_line(error)}")
 
 
 def _obstacle(device: torch.device, indices: list[int]) -> str:
@@ -110,7 +114,15 @@ def _obstacle(device: torch.device, indices: list[int]) -> str:
     return ""
 
 
-def _kernel_obstacle(host: Transport, device: torch.device, note_address: int, deadline_s: float) -> str:
+def _atomics_obstacle(device: torch.device, indices: list[int]) -> str:
+    """Why the kernel cannot signal: its signals are atomic operations on the peer's memory."""
+    for index in indices:
+        if index != device.index and not atomics_reach(device.index, index):
+            return f"GPU {device.index} cannot make atomic operations on the memory of GPU {index}"
+    return ""
+
+
+def _kernel_obstacle(host: Transport, device: torch.device, signals: StreamSignals, deadline_s: float) -> str:
     """Why this rank cannot compile and launch the kernel; an empty text where it has. Nothing is exchanged.
 
     What peers would else wait for at the first operation is so compiled while nobody waits on a GPU.
@@ -118,7 +130,7 @@ def _kernel_obstacle(host: Transport, device: torch.device, note_address: int, d
     try:
         from torch_parallel.transport.triton_performer import try_out
 
-        try_out(host.rank, host.world_size, device, note_address, deadline_s)
+        try_out(host.rank, host.world_size, device, signals.note_address, deadline_s)
         torch.cuda.synchronize(device)
     except Exception as error:  # Triton raises many kinds: without a C compiler, without Python's headers, ...
         return f"Triton does not work here: {_first_line(error)}"
@@ -171,15 +183,28 @@ class CudaArena:
         return [slab[start : start + nbytes].view(dtype) for slab in slabs[-1]]
 
     def _new_slabs(self, count: int, nbytes: int) -> list[Tensor]:
-        mine = torch.zeros(nbytes if self._rank < count else 0, dtype=torch.uint8, device=self._device)
-        torch.cuda.current_stream(self._device).synchronize()  # peers do not see a zero that is still being written
-        everyones = self._board.exchange(_handle(mine) if self._rank < count else "")[:count]
-        return [mine if rank == self._rank else self._open(handle) for rank, handle in enumerate(everyones)]
+        """Raises RuntimeError on all ranks where one of them lacks the memory, or may not share it."""
+        mine, handle = self._slab(nbytes) if self._rank < count else (None, "")
+        everyones = self._board.exchange(handle)
+        for rank, obstacle in enumerate(everyones):
+            if isinstance(obstacle, str) and obstacle:
+                raise RuntimeError(f"{obstacle} on rank {rank}")
+        return [
+            self._open(each) if mine is None or rank != self._rank else mine
+            for rank, each in enumerate(everyones[:count])
+        ]
 
-    def _open(self, handle: Handle | str) -> Tensor:
+    def _slab(self, nbytes: int) -> tuple[Tensor | None, Handle | str]:
+        """New memory and by what others map it; or why there is none, which the peers wait to hear."""
+        try:
+            mine = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+            torch.cuda.current_stream(self._device).synchronize()  # peers do not see a zero that is still being written
+            return mine, _handle(mine)
+        except RuntimeError as error:
+            return None, _first_line(error)
+
+    def _open(self, handle: Handle) -> Tensor:
         """A peer's tensor, as memory that *this* GPU reaches. With the peer's own number kernels here fault on it."""
-        if isinstance(handle, str):
-            raise RuntimeError(handle)
         rebuild, arguments = handle
         tensor: Tensor = rebuild(**{**arguments, "storage_device": self._device.index})
         return tensor
@@ -289,9 +314,9 @@ class CudaIpcTransport(Transport):
     def _raise_failure(self) -> None:
         failure = self._watchdog.failure
         if failure is None:
-            kernels_note = int(self._stream_signals.notes[self.rank][0])
-            if kernels_note and self.triton is not None:
-                failure = self.triton.explain(kernels_note)
+            note = self._stream_signals.kernels_note
+            if note and self.triton is not None:
+                failure = self.triton.explain(note)
             else:
                 failure = self._stream_signals.who_gave_up()
         if failure is not None:

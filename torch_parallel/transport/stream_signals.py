@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,8 @@ class StreamSignals(Signals):
         self.waited_s = [0.0] * len(flags)
         self.notes = [part[-4:].view(torch.int64) for part in flags]
         """Of each rank: [0] what its kernel gave up to wait for; [1] a peer that gave up, rank + 1; zeros else."""
+        # twenty times faster to look at than tensors
+        self._own_flags, self._own_notes = _words(flags[rank]), _words(self.notes[rank])
         self.pending: deque[Wait] = deque()
         """Oldest first; the watchdog takes out those that are over, as long as none has failed."""
         self._rank = rank
@@ -70,6 +73,11 @@ class StreamSignals(Signals):
     def note_address(self) -> int:
         """Of this rank's first note, for its kernels."""
         return self._bases[self._rank] + 4 * (self.flags[self._rank].numel() - 4)
+
+    @property
+    def kernels_note(self) -> int:
+        """What this rank's kernel gave up to wait for; 0 while all is well."""
+        return self._own_notes[0]
 
     def post(self, kind: int, peer: int) -> None:
         self._posted[kind][peer] += 1
@@ -96,7 +104,7 @@ class StreamSignals(Signals):
 
     def who_gave_up(self) -> str | None:
         """What a peer left on this rank's notes when it gave up; None where none did."""
-        peer = int(self.notes[self._rank][1]) - 1
+        peer = self._own_notes[1] - 1
         return f"exchanging with rank {peer}: it gave up waiting for another rank" if peer >= 0 else None
 
     def give_up(self) -> None:
@@ -106,14 +114,14 @@ class StreamSignals(Signals):
                 notes[1] = self._rank + 1
         for wait in list(self.pending):
             if not self._has_come(wait.word, wait.number):
-                self.flags[self._rank][wait.word] = as_int32(wait.number)
+                self._own_flags[wait.word] = as_int32(wait.number)
 
     def take_out_what_is_over(self) -> None:
         while self.pending and self._has_come(self.pending[0].word, self.pending[0].number):
             self.pending.popleft()
 
     def _has_come(self, word: int, number: int) -> bool:
-        return as_int32(int(self.flags[self._rank][word]) - number) >= 0
+        return as_int32(self._own_flags[word] - number) >= 0
 
     def _word(self, kind: int, source: int) -> int:
         return (kind * len(self._bases) + source) * WORDS
@@ -157,6 +165,12 @@ class Watchdog:
             silent = f"{oldest}: {silence([oldest.peer], now_s - self._oldest_since_s)}"
             self.failure = self._signals.who_gave_up() or silent
             self._signals.give_up()
+
+
+def _words(tensor: Tensor) -> memoryview:
+    """The elements of a tensor in host memory."""
+    array: Any = tensor.numpy()
+    return memoryview(array)
 
 
 def as_int32(number: int) -> int:
