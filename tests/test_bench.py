@@ -194,20 +194,23 @@ def test_steps_beside_ddp(optimizer: str, tmp_path: Path, capsys: pytest.Capture
         ["step", "--strategy", *KINDS, "--parameters_m", "0.1", "--steps", "2", "--repeats", "3"]
         + ["--optimizer", optimizer, "--batch_size", "5", "--results_dir", str(tmp_path)]
     )
-    rows, manifest = figures(tmp_path)
+    (alone, *rows), manifest = figures(tmp_path)
+    assert (alone["side"], float(alone["efficiency"]), len(json.loads(alone["all_s"]))) == ("one process", 1, 3)
     assert [(row["side"], row["beside"]) for row in rows] == [
         pair for name in KINDS for pair in ((name, "ddp"), ("ddp", name))
     ]
     assert 95_000 < manifest["parameters"] < 105_000
     assert (manifest["status"], manifest["n"]) == ("completed", 2)
     output = capsys.readouterr().out.splitlines()
-    for ours, theirs, lines in zip(rows[::2], rows[1::2], zip(output[1::2], output[2::2], strict=False), strict=True):
+    for ours, theirs, lines in zip(rows[::2], rows[1::2], zip(output[2::2], output[3::2], strict=False), strict=True):
         for row, line in zip((ours, theirs), lines, strict=True):
             times = json.loads(row["all_s"])
             assert len(times) == 3 and min(times) > 0
             assert float(row["median_s"]) == pytest.approx(sorted(times)[1], abs=1e-6)
             assert float(row["steps_per_s"]) == pytest.approx(1 / sorted(times)[1], rel=1e-3)
             assert float(row["difference_of_parameters"]) < 1e-4
+            efficiency = float(alone["median_s"]) / float(row["median_s"])
+            assert float(row["efficiency"]) == pytest.approx(efficiency, abs=2e-3)
             assert row["side"] in line and f"{float(row['times_faster_than_ddp']):.2f} x ddp" in line
             if sys.platform == "linux":
                 assert 2**20 < int(row["memory_bytes"]) < 2**34

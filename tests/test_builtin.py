@@ -112,7 +112,7 @@ def test_ddp_in_our_loop_says_no_exchange_that_it_did_not_time(
         results_dir=str(tmp_path),
     )  # fmt: skip
     run = train(config)
-    assert re.search(r"compute and exchange \d+\.\d\d s  update", capsys.readouterr().out)
+    assert re.search(r"compute, exchange and wait \d+\.\d\d s  update", capsys.readouterr().out)
     rows = list(csv.DictReader((Path(run.folder) / "runs.csv").read_text().splitlines()))
     assert [row["exchange_s"] for row in rows] == ["", ""]
     assert all(float(row["compute_s"]) > 0 for row in rows)

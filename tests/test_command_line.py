@@ -33,7 +33,7 @@ TRAIN = [sys.executable, str(ROOT / "train.py")]
 EPOCH = re.compile(
     r"epoch (\d+)/(\d+)  train loss (\d+\.\d{4})  test accuracy (\d+\.\d\d) %  [\d,]+ samples/s  "
     r"(compute \d+\.\d\d s  exchange \d+\.\d\d s  wait \d+\.\d\d s"
-    r"|compute and exchange \d+\.\d\d s)  update \d+\.\d\d s"  # ddp times its exchange in few steps only
+    r"|compute, exchange and wait \d+\.\d\d s)  update \d+\.\d\d s"  # ddp times its exchange in few steps only
 )
 
 

@@ -180,7 +180,7 @@ def test_findings_say_what_was_measured(folder: Path) -> None:
     assert "the ring's epoch takes 0.67 of DistributedDataParallel's time" in told  # medians 4 and 6
     assert "They differ by +2.00 s" in told
     # of the medians 4 and 6: compute is 0.75, update 0.05, the ring's exchange and waiting 0.2, DDP's exchange 1.5
-    assert "compute +1.50 s, exchange and waiting +0.70 s, update +0.10 s" in told
+    assert "compute +1.50 s, exchange and wait +0.70 s, update +0.10 s" in told
     assert "accuracies differ by at most 0.00 points" in told
     assert "6 runs" in findings.about(folder)
     assert "held equal: kind measured; dataset digits" in findings.summary(folder)

@@ -299,11 +299,19 @@ def test_a_refusal_of_the_real_command() -> None:
         ("cpu", {"overlap": True}, True),
         ("cuda", {"steps_csv": "steps.csv"}, False),
         ("cuda", {"straggler": "1:4x"}, False),
-        ("cuda", {"straggler": "1:5ms"}, True),
+        ("cuda", {"straggler": "1:5ms"}, False),
+        ("cuda", {"compute_ms": 10.0}, False),
+        ("cuda", {"link": "1gbit"}, False),
+        ("cuda", {"trace": "trace.json"}, False),
     ],
 )
 def test_gpus_exchange_during_backward_unless_it_hides_what_is_asked_for(
     device: str, flags: dict[str, Any], overlap: bool
 ) -> None:
     assert RunConfig(**flags).strategy_options_on(device) == {"overlap": overlap}
-    assert RunConfig(strategy="sharded_param_server").strategy_options_on(device) == {}
+    assert RunConfig(strategy="sharded_param_server", overlap=False).strategy_options_on(device) == {}
+
+
+def test_emulated_compute_is_not_to_hide_an_exchange() -> None:
+    with pytest.raises(ConfigError, match=r"--compute_ms 10: with --overlap"):
+        RunConfig(compute_ms=10, overlap=True)

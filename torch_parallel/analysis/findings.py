@@ -76,13 +76,9 @@ def ring_beside_ddp(folder: str | Path) -> str:
         ours, theirs = _median(ring), _median(ddp)
         told = [f"{model}: the ring's epoch takes {ours / theirs:.2f} of DistributedDataParallel's time."]
         told.append(f"They differ by {theirs - ours:+.2f} s:")
-        parts = [("compute", ("compute",)), ("exchange and waiting", ("exchange", "wait")), ("update", ("update",))]
-        if any(run.part_s("update") is None for run in ring):
-            parts[1:] = [("exchange, waiting and update", ("exchange", "wait", "update"))]
-        if any(run.part_s("exchange") is None for run in ddp):
-            parts[:2] = [("compute, exchange and waiting", ("compute", "exchange", "wait"))]
+        groups = _told_apart(ring + ddp)
         told.append(
-            ", ".join(f"{name} {_parts(ddp, of) - _parts(ring, of):+.2f} s" for name, of in parts)
+            ", ".join(f"{_joined(group)} {_parts(ddp, group) - _parts(ring, group):+.2f} s" for group in groups)
             + " (positive: the ring needs less)."
         )
         told.append(f"Their accuracies differ by at most {_largest_difference(ring, ddp):.2f} points for any seed.")
@@ -130,6 +126,19 @@ def scaling_found(folder: str | Path, model: str = "cnn") -> str:
 
 def _median(runs: list[Run]) -> float:
     return statistics.median(run.epoch_s for run in runs)
+
+
+def _joined(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _told_apart(runs: list[Run]) -> list[tuple[str, ...]]:
+    """The parts of an epoch; what some run does not tell from the part before it is together with that."""
+    groups: list[tuple[str, ...]] = []
+    for part in PARTS:
+        apart = part != "wait" and all(run.part_s(part) is not None for run in runs)
+        groups = [*groups, (part,)] if apart else [*groups[:-1], (*groups[-1], part)]
+    return groups
 
 
 def _parts(runs: list[Run], names: tuple[str, ...]) -> float:

@@ -142,7 +142,9 @@ def nccl_table(results_dir: str | Path = "results", of: str = "gpu") -> str:
             continue
         benches[operation] = read_gpu_bench(folder)
         about = manifest(folder)
-        sources.append(f"`{folder.relative_to(results_dir)}` (commit {about['commit'][:7]})")
+        sources.append(f"`{folder.relative_to(results_dir)}` (commit {(about['commit'] or 'unknown')[:7]})")
+    if not benches:
+        newest(f"bench_{COLUMNS[0][1]}_{of}", results_dir)  # says what is missing
     columns = [column for column in COLUMNS if column[1] in benches]
     lines = [f"| size | {' | '.join(name for name, *_ in columns)} |", "|---" * (len(columns) + 1) + "|"]
     for size in sorted({row["size_bytes"] for rows in benches.values() for row in rows}):

@@ -147,11 +147,17 @@ def complete(experiment: str, results_dir: str | Path = "results") -> list[Path]
 
 def how_to_make(experiment: str) -> str:
     """The command for that folder of results/."""
-    kind, _, name = experiment.partition("bench_")
-    if name:
-        return f"python -m torch_parallel bench {name} --results_dir results/{experiment}"
+    name, on_gpus, count = experiment.partition("_gpu")
     by_hand = {"trace": "python train.py --trace trace.json", "waits": "python train.py --steps_csv steps.csv"}
-    return by_hand.get(experiment, f"python -m torch_parallel experiment {kind}")
+    if name in by_hand:
+        return by_hand[name]
+    where = "on a machine with GPUs, " if on_gpus else ""
+    kind, _, bench = name.partition("bench_")
+    if not bench:
+        return f"{where}python -m torch_parallel experiment {kind}"
+    flags = f" --n_gpus {count.removeprefix('_n')}" if count else ""
+    device = " --device cuda" if on_gpus else ""
+    return f"{where}python -m torch_parallel bench {bench}{device}{flags} --results_dir results/{experiment}"
 
 
 def manifest(folder: str | Path) -> dict[str, Any]:

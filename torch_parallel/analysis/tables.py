@@ -106,30 +106,34 @@ def epoch_note(results_dir: str | Path = "results") -> str:
 def step_table(results_dir: str | Path = "results", bench: str = "bench_step") -> str:
     """Steps of our strategies beside DistributedDataParallel's, and the memory of both, by model and precision."""
     lines = [
-        "| model, batch, precision | strategy | ms a step | times DDP's speed | efficiency | part of its memory |",
+        "| model, batch, precision, optimizer, workers | strategy | ms a step | times DDP's speed | efficiency "
+        "| part of its memory |",
         "|---|---|---|---|---|---|",
     ]
     folders = {}
     for folder in complete(bench, results_dir):
         about = manifest(folder)
-        folders[about["model"], about["precision"]] = folder
-    for (model, precision), folder in folders.items():
+        what = tuple(about[name] for name in ("model", "batch_size", "precision", "optimizer", "n"))
+        folders[what] = folder
+    for what, folder in folders.items():
         with open(folder / "bench.csv", newline="") as file:
             rows = [row for row in csv.DictReader(file) if row["side"] not in ("ddp", "one process")]
         for row in rows:
-            name = f"{model}, {int(row['parameters']) / 1e6:.1f} M, {row['batch_size']}, {precision}"
+            size = f"{int(row['parameters']) / 1e6:.1f} M"
+            name = ", ".join(map(str, (what[0], size, *what[1:])))
             milliseconds = _with_spread([1e3 * seconds for seconds in json.loads(row["all_s"])], ".1f")
             faster, memory = f"{float(row['times_faster_than_ddp']):.3f}", row["part_of_ddps_memory"]
             shares = f"{100 * float(row['efficiency']):.0f} % | {f'{float(memory):.2f}' if memory else '-'}"
             lines.append(f"| {name} | {row['side']} | {milliseconds} | {faster} | {shares} |")
     about = manifest(folder)
     sources = ", ".join(
-        f"`{each.relative_to(results_dir)}` (commit {manifest(each)['commit'][:7]})" for each in folders.values()
+        f"`{each.relative_to(results_dir)}` (commit {(manifest(each)['commit'] or 'unknown')[:7]})"
+        for each in folders.values()
     )
     note = (
-        f"Medians (least to largest); {about['optimizer']}, {about['n']} workers, in turns with "
-        "DistributedDataParallel in the same processes. Efficiency: what one process takes for a worker's share of the "
-        f"batch, over the step. Memory: {'the fullest GPU' if about['cards'] else 'the Pss of all processes'}. "
+        "Medians (least to largest), in turns with DistributedDataParallel in the same processes. Efficiency: what one "
+        "process takes for a worker's share of the batch, over the step. "
+        f"Memory: {'the fullest GPU' if about['cards'] else 'the Pss of all processes'}. "
         f"{machine_told(about)}, {about['started'][:10]}, from {sources}."
     )
     return "\n".join([*lines, "", note])

@@ -2,7 +2,7 @@
 
 Each strategy takes turns with DistributedDataParallel in the same processes: the same model, samples and fused
 optimizer, some steps at a time. `--n_gpus` counts workers; a strategy's server is one process more, which idles in its
-peer's turns. One process alone, with as many samples as each worker has, comes first: a side's efficiency is that
+peer's turns. One process alone, with as many samples as the fullest worker, comes first: a side's efficiency is that
 one's time over its own.
 
 Memory cannot be told apart in one process, so each side's is measured in a run of its own, after a few steps: the Pss
@@ -159,7 +159,7 @@ class _Bench:
         self.options, self.device, self.setting = options, device, setting
         self.turns = (options.steps, options.repeats)
         self.work: list[dict[str, Any]] = []
-        share = replace(setting, batch_size=setting.batch_size // options.n_gpus)
+        share = replace(setting, batch_size=-(-setting.batch_size // options.n_gpus))
         alone: list[float] = self._launch(time_alone, 1, share, *self.turns)
         self.alone_s = statistics.median(alone)
         self.ddp_memory: int | None = self._beside_ddp(measure_memory, 0, DDP, 5)

@@ -32,13 +32,9 @@ def measured(table: Path = TABLE) -> dict[str, dict[Place, str]]:
 
 
 def fastest_all_reduce(device: str, n: int, nbytes: int, table: Path = TABLE) -> str:
-    """The name of the algorithm that was the fastest on "cpu" or "cuda" for the nearest number of ranks that was
-    measured, and for it at the nearest size; near is what differs by the smallest factor."""
-    places = measured(table).get(device)
-    if not places or n < 2:
+    """The name of the algorithm that was the fastest on "cpu" or "cuda" for `n` ranks, at the size that differs from
+    `nbytes` by the smallest factor; the ring where nothing was measured for as many."""
+    sizes = {size: name for (ranks, size), name in measured(table).get(device, {}).items() if ranks == n}
+    if not sizes:
         return WITHOUT_TABLE
-
-    def factors(place: Place) -> tuple[float, float]:
-        return abs(math.log(place[0] / n)), abs(math.log(place[1] / max(nbytes, 1)))
-
-    return places[min(places, key=factors)]
+    return sizes[min(sizes, key=lambda size: abs(math.log(size / max(nbytes, 1))))]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_parallel.gradients.buckets import Bucket
 
 OWN = "the gradient of {} is NaN or infinite"
-SUM = "the sum of all workers' gradients of {} is infinite, though each of them is not,"
+SUM = "the sum of all workers' gradients of {} is NaN or infinite, though this rank's own gradient is finite,"
 
 Parts = Iterable[tuple[str, Tensor]]
 
@@ -59,7 +59,7 @@ class FiniteCheck:
             raise NotFinite(text.format(name))
 
     def end_step(self) -> None:
-        if self._later is not None:
+        if self._later is not None and self._parts:
             self._later.send()
 
     def confirm(self, late: bool = False) -> None:

@@ -52,14 +52,12 @@ class FastestAllReduce(AllReduce):
 
     def __init__(self, *arguments: Any, algorithm: str = "auto", **options: Any) -> None:
         super().__init__(*arguments, **options)
-        communicator = self.communicator
-        self.algorithms = [
-            fastest_all_reduce(communicator.device.type, communicator.world_size, bucket.shared.local.nbytes)
-            if algorithm == "auto"
-            else algorithm
-            for bucket in self.buckets
-        ]
-        self.transport.agree(f"sum gradients by {', '.join(dict.fromkeys(self.algorithms))}")
+        self.algorithms = [self._fastest(bucket) if algorithm == "auto" else algorithm for bucket in self.buckets]
+        self.transport.agree(f"sum gradients by {', '.join(self.algorithms)}")
+
+    def _fastest(self, bucket: Bucket) -> str:
+        memory = bucket.shared.local
+        return fastest_all_reduce(memory.device.type, self.transport.world_size, memory.nbytes)
 
     def collective(self, bucket: Bucket) -> Collective:
         return ALL_REDUCE[self.algorithms[bucket.index]]

@@ -59,7 +59,7 @@ class EpochClock:
         return RankEpoch(
             compute_s=train_s - update_s - (exchange_s if told else 0.0),
             exchange_s=exchange_s - sum(waited_for_s) if told else math.nan,
-            wait_s=sum(waited_for_s) if waits_are_seen else math.nan,
+            wait_s=sum(waited_for_s) if told and waits_are_seen else math.nan,
             update_s=math.nan if self._strategy.updates_in_background else update_s,
             waited_for_s=waited_for_s,
             received_bytes=[late - early for late, early in received],

@@ -149,7 +149,7 @@ class RunConfig:
     overlap: bool | None = flag(
         None,
         "exchange each bucket as soon as backward has made its gradients, not when backward is over (default: on GPUs, "
-        "if neither --steps_csv nor a --straggler of --straggler 1:4x's kind asks for what it hides)",
+        "if nothing is emulated, and neither --steps_csv nor --trace asks for what it hides)",
         own=True,
     )
     algorithm: str = flag(
@@ -212,7 +212,8 @@ class RunConfig:
         """What this strategy alone is made with where the workers train on `device`."""
         options = {name: getattr(self, name) for name in STRATEGIES[self.strategy].options}
         if options.get("overlap", False) is None:
-            options["overlap"] = device == "cuda" and self.steps_csv is None and "x" not in (self.straggler or "")
+            looked_into = self.steps_csv is not None or self.trace is not None or bool(emulation.flags(self))
+            options["overlap"] = device == "cuda" and not looked_into
         return options
 
     @property
@@ -279,7 +280,7 @@ class RunConfig:
         for name in _OWN:
             takers = [other for other, strategy in STRATEGIES.items() if name in strategy.options]
             default = type(self).__dataclass_fields__[name].default
-            taken = self.strategy in takers or getattr(self, name) == default
+            taken = self.strategy in takers or getattr(self, name) in (default, False)
             self._check(name, taken, f"{self.strategy} does not take it; give --strategy {' or '.join(takers)}")
             value = getattr(self, name)
             self._check(name, not isinstance(value, int) or value >= 0, "it must not be < 0")

@@ -45,6 +45,11 @@ def check(config: RunConfig) -> None:
         ),
         ("overlap", not config.overlap or config.steps_csv is None, "it hides what --steps_csv tells apart: take one"),
         ("compute_ms", 0 <= config.compute_ms < math.inf, "it must be finite and not < 0"),
+        (
+            "compute_ms",
+            not config.overlap or config.compute_ms == 0,
+            "with --overlap backward exchanges meanwhile, which would be free: take one of the two",
+        ),
         ("steps_csv", config.steps_csv is None or not builtin, f"what {config.strategy} waits for cannot be seen"),
         ("link", config.link is None or not builtin, unlike),
         ("latency", config.latency is None or not builtin, unlike),

@@ -93,6 +93,7 @@ def train(
     display = Display(config, dataset, folder, model_name, device, verbose)
     description = {"config": asdict(config), "model": model_name, "dataset": data_line, "device": device}
     description["emulated"] = emulation.flags(config)
+    description["strategy_options"] = config.strategy_options_on(device)  # defaults may differ by device
     with folder.running(**environment(), **description), contextlib.closing(display):
         display.introduce([device_line, data_line, resume_line])
         results = launch(

@@ -116,9 +116,12 @@ def _obstacle(device: torch.device, indices: list[int]) -> str:
 
 def _atomics_obstacle(device: torch.device, indices: list[int]) -> str:
     """Why the kernel cannot signal: its signals are atomic operations on the peer's memory."""
-    for index in indices:
-        if index != device.index and not atomics_reach(device.index, index):
-            return f"GPU {device.index} cannot make atomic operations on the memory of GPU {index}"
+    try:
+        for index in indices:
+            if index != device.index and not atomics_reach(device.index, index):
+                return f"GPU {device.index} cannot make atomic operations on the memory of GPU {index}"
+    except DriverError as error:
+        return str(error)
     return ""
 
 
