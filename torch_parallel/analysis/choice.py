@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
-from torch_parallel.analysis.runs import ExperimentMissing, newest
+from torch_parallel.analysis.runs import ExperimentMissing, bench_rows, newest
 from torch_parallel.collectives import ALL_REDUCE
 from torch_parallel.collectives.choice import COLUMNS
 
@@ -32,8 +31,7 @@ def fastest_table(results_dir: str | Path = "results") -> str:
             folder = newest(bench, results_dir)
         except ExperimentMissing:
             continue
-        with open(folder / "bench.csv", newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["collective"] == "all_reduce"]
+        rows = [row for row in bench_rows(folder) if row["collective"] == "all_reduce"]
         times: dict[tuple[str, int, int], dict[str, float]] = {}
         for row in rows:
             algorithm = row["way"].removesuffix(AS_USED if device == "cuda" else "")

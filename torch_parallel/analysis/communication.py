@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from torch_parallel.analysis.figure import Figure
+from torch_parallel.analysis.runs import bench_rows
 from torch_parallel.collectives import ALL_REDUCE
 
 NUMBERS = ("n", "size_bytes", "wrong", "repeats")
@@ -19,8 +20,7 @@ PEERS = ("gloo", "mpi")
 
 def read_bench(folder: str | Path, collective: str = "all_reduce") -> list[dict[str, Any]]:
     """The rows of bench.csv of one collective, its numbers as numbers."""
-    with open(Path(folder) / "bench.csv", newline="") as file:
-        rows: list[dict[str, Any]] = [row for row in csv.DictReader(file) if row["collective"] == collective]
+    rows: list[dict[str, Any]] = [{**row} for row in bench_rows(folder) if row["collective"] == collective]
     for row in rows:
         row |= {name: int(row[name]) for name in NUMBERS}
         row |= {name: float(row[name]) for name in row if name.endswith("_us") or name == "times_faster_than_gloo"}
@@ -83,8 +83,7 @@ def best_found(folder: str | Path) -> str:
 
 def others_found(folder: str | Path) -> str:
     """Every other collective at some sizes: our fastest way, and whether it is slower than gloo's and MPI's."""
-    with open(Path(folder) / "bench.csv", newline="") as file:
-        names = dict.fromkeys(row["collective"] for row in csv.DictReader(file) if row["collective"] != "all_reduce")
+    names = dict.fromkeys(row["collective"] for row in bench_rows(folder) if row["collective"] != "all_reduce")
     lines: list[str] = []
     slower: dict[str, list[str]] = {peer: [] for peer in PEERS}
     for name in names:

@@ -19,6 +19,7 @@ from torch_parallel.analysis.runs import (
     speed_ups,
     spread,
 )
+from torch_parallel.results import joined
 
 
 def about(folder: str | Path) -> str:
@@ -78,7 +79,7 @@ def ring_beside_ddp(folder: str | Path) -> str:
         told.append(f"They differ by {theirs - ours:+.2f} s:")
         groups = _told_apart(ring + ddp)
         told.append(
-            ", ".join(f"{_joined(group)} {_parts(ddp, group) - _parts(ring, group):+.2f} s" for group in groups)
+            ", ".join(f"{joined(group)} {_parts(ddp, group) - _parts(ring, group):+.2f} s" for group in groups)
             + " (positive: the ring needs less)."
         )
         told.append(f"Their accuracies differ by at most {_largest_difference(ring, ddp):.2f} points for any seed.")
@@ -126,10 +127,6 @@ def scaling_found(folder: str | Path, model: str = "cnn") -> str:
 
 def _median(runs: list[Run]) -> float:
     return statistics.median(run.epoch_s for run in runs)
-
-
-def _joined(names: tuple[str, ...]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _told_apart(runs: list[Run]) -> list[tuple[str, ...]]:

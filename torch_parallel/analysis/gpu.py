@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 from torch_parallel.analysis.communication import size_told
 from torch_parallel.analysis.figure import Figure
-from torch_parallel.analysis.runs import ExperimentMissing, manifest, newest
+from torch_parallel.analysis.runs import ExperimentMissing, bench_rows, manifest, newest
 
 WAYS = {
     "ring, plain": ("#56B4E9", "o"),
@@ -37,8 +37,7 @@ PROFILED_STEPS = 3
 
 def read_gpu_bench(folder: str | Path) -> list[dict[str, Any]]:
     """The rows of bench.csv, its times and ratios as numbers."""
-    with open(Path(folder) / "bench.csv", newline="") as file:
-        rows: list[dict[str, Any]] = list(csv.DictReader(file))
+    rows: list[dict[str, Any]] = [*bench_rows(folder)]
     for row in rows:
         row["size_bytes"] = int(row["size_bytes"])
         row |= {name: float(row[name]) for name in row if name.endswith("_us") or "times_faster" in name}
@@ -77,7 +76,7 @@ def overlap(folder: str | Path) -> Figure:
     """The last of the profiled steps of each side: what the stream that computes does, and what the other ones do."""
     with open(Path(folder) / "gpu_work.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    medians_s = {(row["side"], row["beside"]): float(row["median_s"]) for row in _bench_rows(folder)}
+    medians_s = {(row["side"], row["beside"]): float(row["median_s"]) for row in bench_rows(folder)}
     pairs = dict.fromkeys((row["side"], row["beside"]) for row in rows)
     shown = [pair for pair in pairs if pair[0] == pair[1]]
     shown += [next(pair for pair in pairs if pair[0] == "ddp")]
@@ -91,11 +90,6 @@ def overlap(folder: str | Path) -> Figure:
     handles = [Patch(color=colour, label=kind) for kind, colour in KINDS.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
     return figure
-
-
-def _bench_rows(folder: str | Path) -> list[dict[str, str]]:
-    with open(Path(folder) / "bench.csv", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def _draw_streams(axes: Axes, work: list[dict[str, str]]) -> None:

@@ -137,7 +137,7 @@ def newest(experiment: str, results_dir: str | Path = "results") -> Path:
 def complete(experiment: str, results_dir: str | Path = "results") -> list[Path]:
     """The folders of its complete runs, by when they were begun. Raises ExperimentMissing where there is none."""
     folders = sorted((Path(results_dir) / experiment).glob("*/manifest.json"))
-    found = [each.parent for each in folders if json.loads(each.read_text()).get("status") == "completed"]
+    found = [each.parent for each in folders if manifest(each.parent).get("status") == "completed"]
     if not found:
         raise ExperimentMissing(
             f"{Path(results_dir) / experiment}: no complete results there; make them with: {how_to_make(experiment)}"
@@ -164,6 +164,12 @@ def manifest(folder: str | Path) -> dict[str, Any]:
     """Command, commit, machine, versions and grid of an experiment."""
     content: dict[str, Any] = json.loads((Path(folder) / "manifest.json").read_text())
     return content
+
+
+def bench_rows(folder: str | Path) -> list[dict[str, str]]:
+    """The rows of a bench."""
+    with open(Path(folder) / "bench.csv", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def machine_told(about: dict[str, Any]) -> str:

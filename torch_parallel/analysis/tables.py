@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from torch_parallel.analysis.communication import read_bench, size_told
 from torch_parallel.analysis.gpu import nccl_table, nccl_table_of_four
 from torch_parallel.analysis.runs import (
+    bench_rows,
     by_label,
     by_setting,
     complete,
@@ -90,8 +90,7 @@ def _short(microseconds: float) -> str:
 def epoch_note(results_dir: str | Path = "results") -> str:
     """An epoch of training beside DistributedDataParallel, in turns in the same processes."""
     folder = newest("bench_epoch", results_dir)
-    with open(folder / "bench.csv", newline="") as file:
-        ours, theirs = list(csv.DictReader(file))
+    ours, theirs = bench_rows(folder)
     about = manifest(folder)
     ours_s, theirs_s = json.loads(ours["all_s"]), json.loads(theirs["all_s"])
     ratio = float(ours["median_s"]) / float(theirs["median_s"])
@@ -116,9 +115,9 @@ def step_table(results_dir: str | Path = "results", bench: str = "bench_step") -
         what = tuple(about[name] for name in ("model", "batch_size", "precision", "optimizer", "n"))
         folders[what] = folder
     for what, folder in folders.items():
-        with open(folder / "bench.csv", newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["side"] not in ("ddp", "one process")]
-        for row in rows:
+        for row in bench_rows(folder):
+            if row["side"] in ("ddp", "one process"):
+                continue
             size = f"{int(row['parameters']) / 1e6:.1f} M"
             name = ", ".join(map(str, (what[0], size, *what[1:])))
             milliseconds = _with_spread([1e3 * seconds for seconds in json.loads(row["all_s"])], ".1f")

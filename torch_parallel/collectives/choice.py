@@ -16,25 +16,23 @@ TABLE = Path(__file__).parents[2] / "results" / "fastest_all_reduce.csv"
 COLUMNS = ("device", "n", "size_bytes", "algorithm")
 WITHOUT_TABLE = "ring"
 
-Place = tuple[int, int]  # ranks, bytes
-
 
 @cache
-def measured(table: Path = TABLE) -> dict[str, dict[Place, str]]:
-    """For each kind of device the fastest algorithm by ranks and size; empty where there is no table."""
-    fastest: dict[str, dict[Place, str]] = {}
+def measured(table: Path = TABLE) -> dict[tuple[str, int], dict[int, str]]:
+    """For each kind of device and number of ranks the fastest algorithm by size in bytes; empty without a table."""
+    fastest: dict[tuple[str, int], dict[int, str]] = {}
     if table.exists():
         with open(table, newline="") as file:
             for row in csv.DictReader(file):
                 if row["algorithm"] in ALL_REDUCE:
-                    fastest.setdefault(row["device"], {})[int(row["n"]), int(row["size_bytes"])] = row["algorithm"]
+                    fastest.setdefault((row["device"], int(row["n"])), {})[int(row["size_bytes"])] = row["algorithm"]
     return fastest
 
 
 def fastest_all_reduce(device: str, n: int, nbytes: int, table: Path = TABLE) -> str:
     """The name of the algorithm that was the fastest on "cpu" or "cuda" for `n` ranks, at the size that differs from
     `nbytes` by the smallest factor; the ring where nothing was measured for as many."""
-    sizes = {size: name for (ranks, size), name in measured(table).get(device, {}).items() if ranks == n}
+    sizes = measured(table).get((device, n))
     if not sizes:
         return WITHOUT_TABLE
     return sizes[min(sizes, key=lambda size: abs(math.log(size / max(nbytes, 1))))]

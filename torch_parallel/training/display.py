@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from torch_parallel.devices import threads_per_worker, usable_cpus
-from torch_parallel.results import ResultsError, RunFolder
+from torch_parallel.results import ResultsError, RunFolder, joined
 from torch_parallel.status import StatusBoard
 from torch_parallel.steps import StepsFile
 from torch_parallel.strategies import FROM_SCRATCH, STRATEGIES
@@ -182,8 +182,7 @@ def _parts_line(seconds: dict[str, float]) -> str:
             groups[-1].append(part)
         else:
             groups.append([part])
-    told = (f"{', '.join(group[:-1])} and {group[-1]}" if len(group) > 1 else group[0] for group in groups)
-    return "  ".join(f"{name} {seconds[group[0]]:.2f} s" for name, group in zip(told, groups, strict=True))
+    return "  ".join(f"{joined(group)} {seconds[group[0]]:.2f} s" for group in groups)
 
 
 def _served_line(served: Served | None) -> str:
