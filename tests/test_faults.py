@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from torch_parallel import faults
 from torch_parallel.injection import CELLS, FAULTS, PHASES, make_plan
 
 
@@ -44,6 +47,20 @@ def test_without_a_safeguard_the_driver_reports_misses(safeguard: str, cell: str
     assert "0 of 1 ended as they should" in done.stdout
 
 
+@pytest.mark.parametrize(("before_s", "after_s", "misses"), [(1.5, 0.2, []), (0.2, 9.0, ["did not end within 1 s"])])
+def test_a_run_has_its_time_from_the_fault_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before_s: float, after_s: float, misses: list[str]
+) -> None:
+    """How long a busy machine takes to start the run is not the run's fault."""
+    monkeypatch.setattr(faults, "TRIAL_LIMIT_S", 1.0)
+    plan = make_plan(("worker", "killed", "saving"), random.Random(1), str(tmp_path), "")
+    script = f"sleep {before_s}; date +%s.%N > {tmp_path}/fired; sleep {after_s}"
+    noticed: list[str] = []
+    fired_s = faults._wait_for_end(plan, subprocess.Popen(["bash", "-c", script]), noticed)
+    assert fired_s == float((tmp_path / "fired").read_text())
+    assert noticed == [f"the run {miss}" for miss in misses]
+
+
 def test_every_cell_is_drawn_before_any_comes_twice() -> None:
     """100 trials therefore leave no cell out."""
     assert len(CELLS) == 68 <= 100
@@ -51,8 +68,6 @@ def test_every_cell_is_drawn_before_any_comes_twice() -> None:
 
 
 def test_a_fault_of_the_server_is_one_of_a_parameter_server() -> None:
-    import random
-
     for seed in range(20):
         plan = make_plan(("server", "killed", "saving"), random.Random(seed), "folder", "")
         assert (plan.strategy, plan.rank) == ("param_server", 0)
