@@ -130,6 +130,25 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_step_though_it_is_looke
             train(configuration, make_model=NotANumberInThirdForward, dataset=made_up_dataset(), verbose=False)
 
 
+class NotANumberOnSecondGPU(NotANumberInThirdForward):
+    """Likewise, but on the GPU of rank 1 only."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        if images.device.index != 1:
+            self.forwards = 0
+        return super().forward(images)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_rank_is_named_whose_gradient_was_not_finite(tmp_path: Path, overlap: bool) -> None:
+    """The others see it in the sum, in the same step, and may say so first."""
+    configuration = RunConfig(n_gpus=2, device="cuda", batch_size=16, overlap=overlap, results_dir=str(tmp_path))
+    with pytest.raises(
+        WorkerFailure, match=r"rank 1 failed: NotFinite: the gradient of layer\.\w+ .* in step 3 of epoch 1 on rank 1"
+    ):
+        train(configuration, make_model=NotANumberOnSecondGPU, dataset=made_up_dataset(), verbose=False)
+
+
 def profiled(communicator: Any, job: Any, folder: str) -> dict[str, Any]:
     """Trains, and writes down what ran on this rank's GPU, and whether there was a process group."""
     from torch.profiler import ProfilerActivity, profile

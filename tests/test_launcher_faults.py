@@ -165,6 +165,29 @@ def test_errors_that_do_not_travel_well(monkeypatch: pytest.MonkeyPatch, way: st
     assert failure.rank == 1
 
 
+class SawIt(ArithmeticError):
+    secondhand = True
+
+
+@pytest.mark.parametrize(
+    "errors, culprit", [((SawIt, ValueError, SawIt), 1), ((SawIt, SawIt, SawIt), 0), ((ValueError, SawIt, KeyError), 0)]
+)
+def test_whoever_only_saw_the_failure_of_another_is_not_blamed_for_it(
+    errors: tuple[type[Exception], ...], culprit: int
+) -> None:
+    """Though it speaks first, as long as the other speaks at all: rank 0 does so 0.2 s before the others."""
+
+    def work(communicator: Communicator) -> None:
+        time.sleep(0.2 if communicator.rank else 0.0)
+        raise errors[communicator.rank]("this")
+
+    lines, failure = failure_of(work, 3)
+    assert lines[0] == f"rank {culprit} failed: {errors[culprit].__name__}: {errors[culprit]('this')}"
+    assert failure.rank == culprit
+    for rank in {0, 1, 2} - {culprit}:
+        assert f"    it said: {errors[rank].__name__}: {errors[rank]('this')}" in lines
+
+
 def end_by(action: Callable[[], Any], *ranks: int) -> Callable[[Communicator], None]:
     def work(communicator: Communicator) -> None:
         communicator.barrier()

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from torch_parallel import fork_server, worker
 from torch_parallel.devices import threads_per_worker
-from torch_parallel.mailbox import mailbox
+from torch_parallel.mailbox import Failure, mailbox
 from torch_parallel.status import StatusBoard
 from torch_parallel.topology import Topology
 from torch_parallel.transport.shared_memory import Wiring
@@ -263,11 +263,11 @@ class _Run:
         for process in ended:  # first: that the others wait for it in vain comes of that
             if not process.finished and process.error is None:
                 raise self._failure(process, f"rank {process.rank} {process.how_it_ended()}")
-        failed = next((process for process in waiting if process.error is not None), None)
-        if failed is not None:
+        if any(process.error is not None for process in waiting):
             self._gather_last_words()
             stopped = [f"rank {process.rank} is stopped; " for process in waiting if process.is_stopped()]
-            raise self._failure(failed, f"{''.join(stopped)}rank {failed.rank} failed: {failed.error[0]}")  # type: ignore[index]
+            failed, error = self._cause()
+            raise self._failure(failed, f"{''.join(stopped)}rank {failed.rank} failed: {error.headline}")
         for process in waiting:
             if not process.finished and process.is_orphan():
                 raise self._failure(process, FORK_SERVER_DIED)
@@ -284,6 +284,11 @@ class _Run:
             multiprocessing.connection.wait(open_inboxes, min(left_s, TICK_S))
             self._listen(self.processes)
 
+    def _cause(self) -> tuple[WorkerProcess, Failure]:
+        """The first error; one that may be another's consequence only if there is nothing else."""
+        errors = [(process, process.error) for process in self.processes if process.error is not None]
+        return min(errors, key=lambda of_rank: of_rank[1].secondhand)
+
     def _failure(self, culprit: WorkerProcess, headline: str) -> WorkerFailure:
         """The whole story: the traceback, what each rank was doing, and which processes are stopped."""
         lines = [headline]
@@ -291,9 +296,9 @@ class _Run:
             stopped = " (its process is stopped)" if process.is_stopped() else ""
             lines.append(f"  {self.board.read(process.rank)}{stopped}")
             if process.error is not None and process is not culprit:
-                lines.append(f"    it said: {process.error[0]}")
+                lines.append(f"    it said: {process.error.headline}")
         if culprit.error is not None:
-            lines += ["", culprit.error[1].rstrip()]
+            lines += ["", culprit.error.traceback.rstrip()]
         return WorkerFailure("\n".join(lines), culprit.rank)
 
     def end(self) -> None:

@@ -7,11 +7,20 @@ import pickle
 import struct
 import threading
 from multiprocessing.reduction import DupFd
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 
 _LENGTH = struct.Struct("<Q")
+
+
+class Failure(NamedTuple):
+    """What a worker has to say of its end."""
+
+    headline: str
+    traceback: str
+    secondhand: bool
+    """Whether it may only be what another rank's failure looks like from this one."""
 
 
 class Outbox:

@@ -19,7 +19,7 @@ import torch
 
 from torch_parallel.communicator import Communicator
 from torch_parallel.lifeline import end_with_pipe
-from torch_parallel.mailbox import Outbox
+from torch_parallel.mailbox import Failure, Outbox
 from torch_parallel.status import COMPUTING, RETURNING
 from torch_parallel.transport.base import Transport, TransportError
 from torch_parallel.transport.cuda_ipc import THROUGH_HOST, connect_gpus
@@ -60,7 +60,8 @@ def main(assignment: Assignment) -> None:
         assignment.outbox.send("result", result)
         exit_code = 0
     except BaseException as error:  # sys.exit() too: whatever its code, the worker has not returned a result
-        assignment.outbox.send("error", (_headline(error), traceback.format_exc()))
+        secondhand = getattr(error, "secondhand", False)
+        assignment.outbox.send("error", Failure(_headline(error), traceback.format_exc(), secondhand))
     finally:
         with contextlib.suppress(Exception):
             multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # ends what a DataLoader left behind

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_parallel.fork_server import is_stopped
-from torch_parallel.mailbox import Inbox
+from torch_parallel.mailbox import Failure, Inbox
 
 EXIT_CODE_S = 1.0
 """How long the fork server may take to pass on the exit code of a worker that has ended."""
@@ -23,7 +23,7 @@ class WorkerProcess:
         self.rank = rank
         self.process = process
         self.inbox = inbox
-        self.error: tuple[str, str] | None = None
+        self.error: Failure | None = None
         self.result: Any = None
         self.finished = False
         # A pidfd names this very process even after its number is used again, and does not depend on the fork server.

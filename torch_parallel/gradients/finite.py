@@ -16,18 +16,24 @@ from torch import Tensor
 
 from torch_parallel.gradients.buckets import Bucket
 
-OWN = "the gradient of {} is NaN or infinite"
-SUM = "the sum of all workers' gradients of {} is NaN or infinite, though this rank's own gradient is finite,"
-
 Parts = Iterable[tuple[str, Tensor]]
 
 
 class NotFinite(ArithmeticError):
     """A gradient is NaN or infinite; with `late`, one of the step before the present one."""
 
+    text = "the gradient of {} is NaN or infinite"
+
     def __init__(self, message: str, late: bool = False) -> None:
         super().__init__(message)
         self.late = late
+
+
+class SumNotFinite(NotFinite):
+    """A sum is, to which this rank has added what is finite: another rank may know more."""
+
+    text = "the sum of all workers' gradients of {} is NaN or infinite, though this rank's own gradient is finite,"
+    secondhand = True  # see mailbox.Failure
 
 
 class FiniteCheck:
@@ -44,19 +50,19 @@ class FiniteCheck:
 
     def look_at_own(self, bucket: Bucket) -> None:
         """At the gradients that this rank is about to send."""
-        self._look(bucket.index, bucket.gradients, bucket.named_views(), OWN)
+        self._look(bucket.index, bucket.gradients, bucket.named_views(), NotFinite)
 
     def look_at_sums(self, index: int, sums: Tensor, parts: Parts) -> None:
         """At what has been summed for bucket `index`, whose named `parts` are views of `sums`."""
-        self._look(len(self._buckets) + index, sums, parts, SUM)
+        self._look(len(self._buckets) + index, sums, parts, SumNotFinite)
 
-    def _look(self, number: int, tensor: Tensor, parts: Parts, text: str) -> None:
+    def _look(self, number: int, tensor: Tensor, parts: Parts, error: type[NotFinite]) -> None:
         # The sum, in one pass; it may also overflow, so what is found is looked at again.
         if self._later is not None:
             self._later.put_sum(number, tensor)
             self._parts[number] = parts
         elif not math.isfinite(tensor.sum()) and (name := first_not_finite(parts)) is not None:
-            raise NotFinite(text.format(name))
+            raise error(error.text.format(name))
 
     def end_step(self) -> None:
         if self._later is not None and self._parts:
@@ -69,7 +75,8 @@ class FiniteCheck:
         sums = self._later.read()
         for number, parts in self._parts.items():
             if not math.isfinite(sums[number]) and (name := first_not_finite(parts)) is not None:
-                raise NotFinite((OWN if number < len(self._buckets) else SUM).format(name), late)
+                error = NotFinite if number < len(self._buckets) else SumNotFinite
+                raise error(error.text.format(name), late)
 
 
 class _Sums:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from torch_parallel.communicator import Communicator
 from torch_parallel.gradients.buckets import NamedParameters
-from torch_parallel.gradients.finite import OWN, NotFinite, first_not_finite
+from torch_parallel.gradients.finite import NotFinite, first_not_finite
 from torch_parallel.strategies.base import OptimizerFactory, Strategy
 
 SAMPLED_EVERY = 10
@@ -56,7 +56,7 @@ class Builtin(Strategy):
         # a norm may overflow though no gradient does
         if not math.isfinite(self.last_norm) and (name := first_not_finite(gradients)) is not None:
             if not self.skip_not_finite:
-                raise NotFinite(OWN.format(name))
+                raise NotFinite(NotFinite.text.format(name))
             self.skipped_steps += 1
             return
         if self.clip_norm is not None:

@@ -49,6 +49,8 @@ TEXT_LIMIT = 200
 class TransportError(RuntimeError):
     """A wait that reached its deadline, or ranks that do not ask for the same thing."""
 
+    secondhand = True  # see mailbox.Failure
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
