@@ -40,10 +40,12 @@ def workers_alive() -> list[str]:
 
 @pytest.fixture(autouse=True, scope="module")
 def light_server() -> Iterator[None]:
-    """The servers that are started anew here need not be ready for training."""
+    """The servers that are started anew here need not be ready for training; what comes after these tests needs one
+    that is, or each of its workers would import what training takes, for two seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fork_server, "PRELOAD", ["torch_parallel.lifeline", "torch_parallel.worker"])
         yield
+    fork_server.kill()
 
 
 @pytest.fixture(autouse=True)
@@ -192,6 +194,7 @@ def end_by(action: Callable[[], Any], *ranks: int) -> Callable[[Communicator], N
     def work(communicator: Communicator) -> None:
         communicator.barrier()
         if communicator.rank in ranks:
+            time.sleep(0.4)  # until the others wait at the next barrier
             action()
         communicator.barrier()
 
