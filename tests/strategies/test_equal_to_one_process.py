@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import pytest
@@ -71,11 +72,12 @@ SETTINGS = [
     *((model, optimizer, torch.float64, 1e-12) for model in MODELS for optimizer in OPTIMIZERS),
     *((model, "sgd", torch.float32, 1e-6) for model in MODELS),
 ]
+BY_STEPS = {**FROM_SCRATCH, **ASYNCHRONOUS}
+"""All of ours. The asynchronous ones belong here where they wait for everybody, unless they are told otherwise."""
 PROCESS_COUNTS = {
     "ring_all_reduce": (1, 2, 3, 4),
     "param_server": (2, 3, 5, 9),
     "sharded_param_server": (1, 2, 3, 4),
-    # those that wait for everybody unless they are told otherwise
     "param_server_bounded": (4,),
     "param_server_backup": (4,),
 }
@@ -104,24 +106,29 @@ def one_process(
     model = make_model().to(device, dtype)
     optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     history = []
-    for inputs, targets in samples(dtype):
-        optimizer.zero_grad(set_to_none=True)
-        cross_entropy(model(inputs.to(device)), targets.to(device)).backward()
-        optimizer.step()
-        history.append(snapshot(model))
+    with exact_convolutions():
+        for inputs, targets in samples(dtype):
+            optimizer.zero_grad(set_to_none=True)
+            cross_entropy(model(inputs.to(device)), targets.to(device)).backward()
+            optimizer.step()
+            history.append(snapshot(model))
     return history
+
+
+def exact_convolutions() -> AbstractContextManager[None]:
+    """On GPUs: in the same order every time, and float32 as such."""
+    return torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False)
 
 
 def all_strategies(communicator: Communicator, names: list[str], settings: list) -> list[list[list]]:
     """`many_processes` for several strategies in one run."""
-    return [many_processes(communicator, FROM_SCRATCH[name], settings) for name in names]
+    return [many_processes(communicator, BY_STEPS[name], settings) for name in names]
 
 
 def many_processes(
     communicator: Communicator, strategy_class: type[Strategy], settings: list, **options: bool
 ) -> list[list]:
     """For each of the settings what this rank holds after every step: rank 0 the parameters, the others digests."""
-    torch.backends.cudnn.deterministic = True
     what_to_keep = snapshot if communicator.rank == 0 else digest
     histories = []
     for make_model, make_optimizer, dtype in settings:
@@ -145,9 +152,10 @@ def many_processes(
                     len(targets) * (communicator.worker_index + 1) // count,
                 )
                 if len(targets[mine]):
-                    loss = cross_entropy(model(inputs[mine]), targets[mine], reduction="sum") / len(targets)
-                    with strategy.synchronising(last=True):
-                        loss.backward()
+                    with exact_convolutions():
+                        loss = cross_entropy(model(inputs[mine]), targets[mine], reduction="sum") / len(targets)
+                        with strategy.synchronising(last=True):
+                            loss.backward()
             strategy.step()
             history.append(what_to_keep(model))
         histories.append(history)
@@ -200,7 +208,7 @@ def references() -> list[list[dict]]:
 )
 def test_every_step_is_that_of_one_process(name: str, n: int, references: list[list[dict]]) -> None:
     settings = [(MODELS[model], OPTIMIZERS[optimizer], dtype) for model, optimizer, dtype, _ in SETTINGS]
-    first, *others = train_everywhere({**FROM_SCRATCH, **ASYNCHRONOUS}[name], n, settings)
+    first, *others = train_everywhere(BY_STEPS[name], n, settings)
     for index, (model, optimizer, dtype, tolerance) in enumerate(SETTINGS):
         assert largest_deviation(first[index], references[index]) <= tolerance, (model, optimizer, dtype)
         for other in others:
@@ -211,18 +219,34 @@ def test_every_step_is_that_of_one_process(name: str, n: int, references: list[l
 @pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU")
 @pytest.mark.parametrize("performer", ["plain", "triton"])
 @pytest.mark.parametrize(
-    "name", ["ring_all_reduce", "param_server", "sharded_param_server", "param_server_bounded", "param_server_backup"]
+    "names",
+    [
+        [name for name, strategy in BY_STEPS.items() if not strategy.server_count],
+        ["param_server"],
+        ["param_server_bounded"],
+        ["param_server_backup"],
+    ],
+    ids=lambda names: names[0] if len(names) == 1 else "without a server",
 )
-def test_every_step_of_three_processes_on_gpus_is_that_of_one(name: str, performer: str) -> None:
+def test_every_step_of_three_processes_on_gpus_is_that_of_one(names: list[str], performer: str) -> None:
     """A server and two workers, or three workers; processes share GPUs where there are fewer."""
-    chosen = [("mlp", "sgd"), ("cnn", "adamw"), ("awkward", "adam")]
-    settings = [(MODELS[model], OPTIMIZERS[optimizer], torch.float64) for model, optimizer in chosen]
-    strategy = {**FROM_SCRATCH, **ASYNCHRONOUS}[name]
-    first, *others = train_everywhere(strategy, 3, settings, device="cuda", performer=performer)
-    for index, setting in enumerate(settings):
-        assert largest_deviation(first[index], one_process(*setting, device="cuda")) <= 1e-10, chosen[index]
-        for other in others:
-            assert other[index] == [digest(parameters) for parameters in first[index]], chosen[index]
+    chosen = [
+        ("mlp", "sgd", torch.float64, 1e-12),
+        ("cnn", "adamw", torch.float64, 1e-12),
+        ("awkward", "adam", torch.float64, 1e-12),
+        ("cnn", "sgd", torch.float32, 1e-6),
+    ]
+    settings = [(MODELS[model], OPTIMIZERS[optimizer], dtype) for model, optimizer, dtype, _ in chosen]
+    references = [one_process(*setting, device="cuda") for setting in settings]
+    servers = BY_STEPS[names[0]].server_count
+    where = {"device": "cuda", "performer": performer, "deadline_s": 60}
+    first, *others = launch(all_strategies, 3, names, settings, server_count=servers, **where)
+    for position, name in enumerate(names):
+        for index, setting in enumerate(chosen):
+            ours = first[position][index]
+            assert largest_deviation(ours, references[index]) <= setting[3], (name, setting)
+            for other in others:
+                assert other[position][index] == [digest(parameters) for parameters in ours], (name, setting)
 
 
 @pytest.mark.parametrize("name", ["ring_all_reduce", "one_shot_all_reduce", "two_shot_in_place", "param_server"])
