@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torch_parallel.units import parse_bytes_per_s, parse_seconds
+from torch_parallel.units import bytes_text, parse_bytes_per_s, parse_seconds
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,12 @@ def test_times(text: str, seconds: float) -> None:
 def test_what_is_no_time(text: str) -> None:
     with pytest.raises(ValueError, match=r"is no time: .* as in 50us"):
         parse_seconds(text)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (24, "24 B"), (1023, "1023 B"), (1024, "1 KiB"), (40864, "39.91 KiB"), (25 << 20, "25 MiB")]
+    + [((1 << 20) - 1, "1024 KiB"), (3 << 29, "1.5 GiB"), (1 << 41, "2048 GiB")],
+)
+def test_sizes(nbytes: int, text: str) -> None:
+    assert bytes_text(nbytes) == text

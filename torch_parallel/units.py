@@ -1,4 +1,4 @@
-"""Quantities as people write them, `100mbit` or `50us`, as numbers in bytes a second and in seconds."""
+"""Quantities as people write them, `100mbit` or `50us`, as numbers in bytes a second and in seconds; and back."""
 
 from __future__ import annotations
 
@@ -36,6 +36,12 @@ def parse_seconds(text: str) -> float:
     if seconds is None:
         raise ValueError(f"{text!r} is no time: write a number and one of us, ms, s, as in 50us")
     return seconds
+
+
+def bytes_text(nbytes: int) -> str:
+    """`24 B`, `39.9 KiB`, `25 MiB`: to four digits."""
+    exponent = min(max(nbytes.bit_length() - 1, 0) // 10, 3)
+    return f"{nbytes / 1024**exponent:.4g} {('B', 'KiB', 'MiB', 'GiB')[exponent]}"
 
 
 def _parse(text: str, units: dict[str, float]) -> float | None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from torch_parallel import launch
+from torch_parallel import launch, train
 from torch_parallel.analysis.choice import fastest_table
 from torch_parallel.collectives.choice import TABLE, fastest_all_reduce
 from torch_parallel.communicator import Communicator
 from torch_parallel.launcher import WorkerFailure
 from torch_parallel.strategies import FROM_SCRATCH
 from torch_parallel.training.config import ConfigError, RunConfig
+from torch_parallel.workloads import Dataset
 
 MiB = 1 << 20
 
@@ -96,6 +98,21 @@ def test_each_bucket_has_its_own() -> None:
     expected = [fastest_all_reduce("cpu", 2, nbytes) for nbytes in (4 * MiB, 40)]
     assert launch(chosen, 2, ["auto", "auto"], deadline_s=30) == [expected, expected]
     assert launch(chosen, 2, ["tree", "tree"], deadline_s=30) == [["tree", "tree"]] * 2
+
+
+def test_what_was_chosen_is_said_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer of 4 MiB and one of 4 weights and 4 biases, in float32."""
+    model = nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1024 * 256, bias=False))
+    inputs, targets = torch.zeros(4, 1, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+    data = Dataset("made_up", inputs, targets, inputs, targets, 2, (0.5,), (0.25,), "the test")
+    config = RunConfig(
+        strategy="all_reduce", device="cpu", n_gpus=2, epochs=1, bucket_mb=4.0, results_dir=str(tmp_path)
+    )
+    folder = train(config, make_model=lambda: model, dataset=data).folder
+    large, small = (fastest_all_reduce("cpu", 2, nbytes) for nbytes in (4 * MiB, 32))
+    manifest = json.loads((Path(folder) / "manifest.json").read_text())
+    assert manifest["buckets"] == [{"bytes": 4 * MiB, "algorithm": large}, {"bytes": 32, "algorithm": small}]
+    assert f"gradients are summed in buckets: 4 MiB by {large}, 32 B by {small}\n" in capsys.readouterr().out
 
 
 def test_ranks_that_would_choose_unlike_are_told_so() -> None:

@@ -28,6 +28,10 @@ class AllReduce(FromScratch):
         """What sums it: the same on all ranks."""
         return ALL_REDUCE[self.algorithm]
 
+    def describe_buckets(self) -> list[dict[str, Any]]:
+        described = zip(super().describe_buckets(), self.buckets, strict=True)
+        return [{**sizes, "algorithm": self.collective(bucket).name} for sizes, bucket in described]
+
     def reduce(self, bucket: Bucket) -> None:
         with self._exchanging():
             bucket.publish()

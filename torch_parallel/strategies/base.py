@@ -125,6 +125,10 @@ class Strategy(ABC):
         """Gives this rank's optimizers the state of their own parameters, however and by whomever it was saved."""
         optimizer_state.restore(self.optimized(), state)
 
+    def describe_buckets(self) -> list[dict[str, Any]]:
+        """For each bucket of gradients its size in `bytes`, and what else was chosen for it; [] without buckets."""
+        return []
+
     def set_learning_rate(self, lr: float) -> None:
         """For the steps to come; without effect on a rank that updates nothing."""
         for optimizer in self.optimizers:

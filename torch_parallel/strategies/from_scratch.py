@@ -98,6 +98,9 @@ class FromScratch(Strategy):
         for bucket, optimizer in zip(self.buckets, self.optimizers, strict=False):
             yield bucket.parameters, optimizer
 
+    def describe_buckets(self) -> list[dict[str, Any]]:
+        return [{"bytes": bucket.numel * bucket.gradients.element_size()} for bucket in self.buckets]
+
     def begin_step(self) -> None:
         """Clears the gradients, once no peer reads the last step's any more.
 

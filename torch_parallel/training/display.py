@@ -19,6 +19,7 @@ from torch_parallel.training import emulation
 from torch_parallel.training.config import RunConfig
 from torch_parallel.training.record import Epoch, Saved, Served, Started, Steps
 from torch_parallel.training.sampler import step_count
+from torch_parallel.units import bytes_text
 from torch_parallel.workloads import Dataset
 
 
@@ -105,8 +106,11 @@ class Display:
         """What a worker reports: that it starts, an epoch done, or a checkpoint on disk."""
         if isinstance(message, Started):
             seconds = time.perf_counter() - self.launched_s
-            self.folder.write_manifest(start_up_s=round(seconds, 3))
+            self.folder.write_manifest(start_up_s=round(seconds, 3), buckets=message.buckets)
             self.say(f"started in {seconds:.1f} s")
+            if self.config.own_options.get("algorithm") == "auto":
+                each = [f"{bytes_text(bucket['bytes'])} by {bucket['algorithm']}" for bucket in message.buckets]
+                self.say(f"gradients are summed in buckets: {', '.join(each)}")
             if message.epochs_done >= self.config.epochs_on(self.dataset.name):
                 self.say(f"nothing is left to do: {message.epochs_done} epochs are done; ask for more with --epochs")
         elif isinstance(message, Steps):

@@ -115,7 +115,7 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         self.model.train()
         if self.communicator.worker_index == 0:
-            self.communicator.report(Started(len(self.history)))
+            self.communicator.report(Started(len(self.history), self.strategy.describe_buckets()))
         first_epoch = len(self.history) + 1
         for epoch in range(first_epoch, self.epochs + 1):
             spent, train_s, rate = self.train_epoch(epoch, warms_up=epoch == first_epoch)

@@ -100,6 +100,7 @@ class Started:
     """The first worker is about to train: processes, models and buffers are there."""
 
     epochs_done: int  # by the run that is resumed
+    buckets: list[dict[str, Any]]  # see Strategy.describe_buckets
 
 
 @dataclass
