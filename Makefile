@@ -13,7 +13,7 @@ test: .venv/installed-dev
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
-	$(VENV)/python -m pytest -n 3 -m "not alone" --durations=20
+	$(VENV)/python -m pytest -n 3 --dist worksteal -m "not alone" --durations=20
 	$(VENV)/python -m pytest -m alone
 
 .venv/installed: requirements.txt

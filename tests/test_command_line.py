@@ -7,6 +7,7 @@ import csv
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -103,11 +104,23 @@ def test_a_run(strategy: str, n: int, who: str, place: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
-def test_the_command_of_every_strategy(strategy: str, place: Path) -> None:
-    """With no other choice than less to train on: as many processes as it takes by default."""
-    ended = run(place, "--strategy", strategy, "--dataset", "digits", "--train_size", "130", "--epochs", "1")
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert EPOCH.search(ended.stdout) is not None
+def test_the_command_of_every_strategy(
+    strategy: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    handlers: None,
+) -> None:
+    """The script itself, run in this process, where torch and the fork server are there already. With no other choice
+    than less to train on: as many processes as it takes by default."""
+    words = ["--strategy", strategy, "--dataset", "digits", "--train_size", "130", "--epochs", "1", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", [TRAIN[1], *words])
+    monkeypatch.chdir(place / "cwd")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(TRAIN[1], run_name="__main__")
+    assert ended.value.code == 0
+    out, err = capsys.readouterr()
+    assert err == "" and EPOCH.search(out) is not None
 
 
 def test_no_argument_at_all_and_no_data(place: Path) -> None:
