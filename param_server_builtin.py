@@ -36,26 +36,29 @@ def train(config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
     options |= {"momentum": config.momentum} if config.optimizer == "sgd" else {}
     optimizer = OPTIMIZERS[config.optimizer](bare.parameters(), **options)
     torch.manual_seed(config.seed * 1_000_003 + 7919)  # as the first rank of train.py
-    count, epochs = len(dataset.train_targets), config.epochs_on(dataset.name)
+    all_inputs, all_targets = dataset.train_inputs.to(device), dataset.train_targets.to(device)
+    count, epochs, on_gpu = len(all_targets), config.epochs_on(dataset.name), device.type == "cuda"
     for epoch in range(1, epochs + 1):
         generator = torch.Generator().manual_seed((config.seed * 1_000_003 + epoch) % 2**63)
-        order = torch.randperm(count, generator=generator)
-        loss_sum, update_s, warm_up, start_s = 0.0, 0.0, (0.0, 0), time.perf_counter()
+        order = torch.randperm(count, generator=generator).to(device)
+        loss_sum, updates, warm_up, start_s = 0.0, [], (0.0, 0), time.perf_counter()
         for batch in order.split(config.batch_size):
-            inputs = dataset.normalize(dataset.train_inputs[batch].to(device), dtype)
+            inputs = dataset.normalize(all_inputs[batch], dtype)
             # taken outside the module, on the gathered outputs: a mean over samples, however they were split
-            loss = cross_entropy(model(inputs), dataset.train_targets[batch].to(device))
+            loss = cross_entropy(model(inputs), all_targets[batch])
             optimizer.zero_grad()
             loss.backward()
-            update_start_s = time.perf_counter()
+            update_start = now(on_gpu)
             optimizer.step()
-            update_s += time.perf_counter() - update_start_s
+            updates.append((update_start, now(on_gpu)))
             loss_sum += loss.detach() * len(batch)
             if epoch == 1 and not warm_up[1] and count > len(batch):
+                if on_gpu:
+                    torch.cuda.synchronize()
                 warm_up = (time.perf_counter() - start_s, len(batch))
-        if device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()
-        train_s = time.perf_counter() - start_s
+        train_s, update_s = time.perf_counter() - start_s, sum(seconds(*update) for update in updates)
         test_loss, correct, tested = count_correct(
             bare, dataset.test_inputs, dataset.test_targets, lambda x: dataset.normalize(x, dtype), device
         )
@@ -73,6 +76,19 @@ def train(config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
         row |= {"test_accuracy": correct / tested, "compute_s": train_s - update_s, "update_s": update_s}
         folder.append_rows([row])
     torch.save({name: value.cpu() for name, value in bare.state_dict().items()}, folder.path / "weights.pt")
+
+
+def now(on_gpu: bool) -> float | torch.cuda.Event:
+    """On a GPU the moment at which it gets that far, which is later than the host's."""
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    return start.elapsed_time(end) / 1e3 if isinstance(start, torch.cuda.Event) else end - start
 
 
 def main() -> None:

@@ -60,22 +60,25 @@ def train_rank(
         bare.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True, **options
     )
     torch.manual_seed(config.seed * 1_000_003 + 7919 * (rank + 1))  # dropout draws differ between the ranks
-    count = len(dataset.train_targets)
+    all_inputs, all_targets = dataset.train_inputs.to(device), dataset.train_targets.to(device)
+    count = len(all_targets)
     for epoch in range(1, config.epochs_on(dataset.name) + 1):
         generator = torch.Generator().manual_seed((config.seed * 1_000_003 + epoch) % 2**63)
-        order = torch.randperm(count, generator=generator)
-        loss_sum, update_s, exchange_s, warm_up, start_s = 0.0, 0.0, [], (0.0, 0), time.perf_counter()
+        order = torch.randperm(count, generator=generator).to(device)
+        loss_sum, updates, exchange_s, warm_up, start_s = 0.0, [], [], (0.0, 0), time.perf_counter()
         for step, batch in enumerate(order.split(config.batch_size), start=1):
             mine = batch.tensor_split(world_size)[rank]
-            inputs = dataset.normalize(dataset.train_inputs[mine].to(device), dtype)
-            loss = cross_entropy(model(inputs), dataset.train_targets[mine].to(device), reduction="sum")
+            inputs = dataset.normalize(all_inputs[mine], dtype)
+            loss = cross_entropy(model(inputs), all_targets[mine], reduction="sum")
             optimizer.zero_grad()
             (loss * world_size / len(batch)).backward()  # DDP means over the ranks; this makes it over the samples
-            update_start_s = time.perf_counter()
+            update_start = now(on_gpu)
             optimizer.step()
-            update_s += time.perf_counter() - update_start_s
+            updates.append((update_start, now(on_gpu)))
             loss_sum += loss.detach()
             if epoch == step == 1 and count > len(batch):
+                if on_gpu:
+                    torch.cuda.synchronize()
                 warm_up = (time.perf_counter() - start_s, len(batch))
             if step % TIMED_EVERY == 0:
                 exchange_s.append(exposed_exchange_s(model))
@@ -92,17 +95,31 @@ def train_rank(
         dist.all_reduce(sums)
         if rank == 0:
             train_loss, test_loss, correct, test_count = sums.tolist()
-            row = {"epoch": epoch, "steps": -(-count // config.batch_size), "train_s": train_s, "update_s": update_s}
+            row = {"epoch": epoch, "steps": -(-count // config.batch_size), "train_s": train_s}
+            row["update_s"] = sum(seconds(*update) for update in updates)
             row |= {"samples_per_s": (count - warm_up[1]) / (train_s - warm_up[0]), "train_loss": train_loss / count}
             row |= {"test_loss": test_loss / test_count, "test_accuracy": correct / test_count}
             timed = len(exchange_s) >= FEWEST_TIMED
             row["exchange_s"] = row["steps"] * statistics.fmean(exchange_s) if timed else ""
-            row["compute_s"] = train_s - update_s - (row["exchange_s"] or 0.0)
+            row["compute_s"] = train_s - row["update_s"] - (row["exchange_s"] or 0.0)
             record({**row, "threads": threads}, exchange_s, config, dataset, folder)
     if rank == 0:
         torch.save({name: value.cpu() for name, value in bare.state_dict().items()}, folder.path / "weights.pt")
     dist.barrier(device_ids=[rank] if on_gpu else None)
     dist.destroy_process_group()
+
+
+def now(on_gpu: bool) -> float | torch.cuda.Event:
+    """On a GPU the moment at which it gets that far, which is later than the host's."""
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    return start.elapsed_time(end) / 1e3 if isinstance(start, torch.cuda.Event) else end - start
 
 
 def exposed_exchange_s(model: DistributedDataParallel) -> float:
