@@ -547,6 +547,24 @@ def test_ranks_that_share_different_buffers_are_told_so(kind: str) -> None:
     ]
 
 
+def agree_on_a_long_text(transport: Transport, ends: str) -> str:
+    """400 bytes and more, of two-byte letters too, that differ in the last one only."""
+    try:
+        transport.agree("sum by " + "é" * 200 + ends[transport.rank])
+    except TransportError as error:
+        return str(error)
+    return "no error"
+
+
+@every_transport
+def test_texts_too_long_to_be_sent_are_told_apart_all_the_same(kind: str) -> None:
+    assert on_all_ranks(kind, 2, agree_on_a_long_text, "aa") == ["no error"] * 2
+    for rank, error in enumerate(on_all_ranks(kind, 2, agree_on_a_long_text, "ab")):
+        assert re.match(
+            rf"rank {rank} wants to sum by é+\.\.\. \w+, but rank {1 - rank} wants to sum by é+\.\.\. \w+:", error
+        )
+
+
 # ---- one buffer for all, and acknowledging later ----
 
 

@@ -28,6 +28,7 @@ The contract, which `tests/transport/test_conformance.py` holds against every tr
 
 from __future__ import annotations
 
+import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -43,7 +44,7 @@ from torch_parallel.transport.buffer import Memory, Plan, Pull, SharedBuffer, no
 from torch_parallel.transport.signals import READ, READY, Signals, WaitTimeout
 
 TEXT_LIMIT = 200
-"""Bytes (UTF-8) of a text that ranks agree on; what is longer is cut."""
+"""Bytes (UTF-8) of a text that ranks agree on; what is longer is cut, and a digest of it put in its place."""
 
 
 class TransportError(RuntimeError):
@@ -65,6 +66,15 @@ class Transfer:
     start_s: float
     end_s: float
     reduce: bool  # added to the receiver's chunk, not copied over it
+
+
+def _at_most(limit: int, text: str) -> str:
+    """The text, which stays unlike any other, in so many bytes."""
+    encoded = text.encode()
+    if len(encoded) <= limit:
+        return text
+    digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
+    return f"{encoded[: limit - len(digest) - 4].decode(errors='ignore')}... {digest}"
 
 
 class Transport(ABC):
@@ -140,7 +150,7 @@ class Transport(ABC):
         Raises TransportError naming the first rank whose text differs from this rank's, and both texts.
         """
         self.settle()
-        text = text.encode()[:TEXT_LIMIT].decode(errors="ignore")
+        text = _at_most(TEXT_LIMIT, text)
         self._describe(text)
         peers = [peer for peer in range(self.world_size) if peer != self.rank]
         for peer in peers:
