@@ -50,9 +50,8 @@ def connected(communicator: Communicator, fails: str, performer: str) -> tuple[b
     fake.StreamSignals, fake.CudaIpcTransport = signals, FakeTransport
     torch.cuda.synchronize = lambda device: None
     sys.modules["torch_parallel.transport.triton_performer"] = SimpleNamespace(try_out=try_out)  # type: ignore
-    transport, line = cuda_ipc.connect_gpus(
-        communicator.transport, torch.device("cuda", communicator.rank), 20, performer
-    )
+    index = 0 if fails == "shares" else communicator.rank
+    transport, line = cuda_ipc.connect_gpus(communicator.transport, torch.device("cuda", index), 20, performer)
     return transport is communicator.transport, getattr(transport, "performer", ""), line
 
 
@@ -88,6 +87,15 @@ def connected(communicator: Communicator, fails: str, performer: str) -> tuple[b
                 "Triton does not work here: no C compiler (rank 1)",
             ),
         ),
+        (
+            "shares",
+            (
+                False,
+                "plain",
+                "torch's own operations do what one kernel would do faster: "
+                "processes share a GPU, and while one's kernel waits there, the other's do not run",
+            ),
+        ),
     ],
 )
 def test_an_obstacle_of_one_rank_is_one_of_all(fails: str, found: tuple[bool, str, str]) -> None:
@@ -103,6 +111,10 @@ def refused(communicator: Communicator) -> str:
 def test_who_asks_for_triton_is_told_that_it_does_not_work() -> None:
     expected = "--performer triton: Triton does not work here: no C compiler (rank 1); take --performer plain"
     assert launch(refused, 2, threads=1, deadline_s=30) == [expected] * 2
+
+
+def test_who_asks_for_triton_on_a_shared_gpu_gets_it() -> None:
+    assert launch(connected, 2, "shares", "triton", threads=1, deadline_s=30) == [(False, "triton", "")] * 2
 
 
 def test_who_asks_for_plain_needs_no_compiler() -> None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Handle = tuple[Any, dict[str, Any]]  # a function that rebuilds a tensor, and its arguments
 
 PERFORMERS = ("auto", "plain", "triton")
-"""Who performs schedules on GPUs; auto is triton where it is installed and can compile."""
+"""Who performs schedules on GPUs; auto is triton where it is installed and can compile, and each rank has a GPU."""
 
 THROUGH_HOST = "what GPUs exchange goes through the host's memory"
 
@@ -68,7 +68,9 @@ def connect_gpus(host: Transport, device: torch.device, deadline_s: float, perfo
     if obstacle or signals is None:
         return host, f"{THROUGH_HOST}: {obstacle}"
     why = ""
-    if performer != "plain":
+    if performer == "auto" and len(set(indices)) < len(indices):
+        why = "processes share a GPU, and while one's kernel waits there, the other's do not run"
+    elif performer != "plain":
         why = board.first(_atomics_obstacle(device, indices) or _kernel_obstacle(host, device, signals, deadline_s))
     if why and performer == "triton":
         raise TransportError(f"--performer triton: {why}; take --performer plain")
