@@ -55,12 +55,13 @@ class EpochClock:
         waited_for_s = [late - early for late, early in zip(now.waited_s, begin.waited_s, strict=True)]
         received = zip(now.received_bytes, begin.received_bytes, strict=True)
         told = now.exchange_samples is None or now.exchange_samples - (begin.exchange_samples or 0) >= FEWEST_SAMPLES
-        waits_are_seen = not (self._transport.enqueues and self._transport.world_size > 1)
+        in_background = self._strategy.updates_in_background
+        waits_are_seen = not in_background and not (self._transport.enqueues and self._transport.world_size > 1)
         return RankEpoch(
             compute_s=train_s - update_s - (exchange_s if told else 0.0),
             exchange_s=exchange_s - sum(waited_for_s) if told else math.nan,
             wait_s=sum(waited_for_s) if told and waits_are_seen else math.nan,
-            update_s=math.nan if self._strategy.updates_in_background else update_s,
+            update_s=math.nan if in_background else update_s,
             waited_for_s=waited_for_s,
             received_bytes=[late - early for late, early in received],
         )
