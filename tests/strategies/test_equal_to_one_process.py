@@ -216,6 +216,7 @@ def test_every_step_is_that_of_one_process(name: str, n: int, references: list[l
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU")
 @pytest.mark.parametrize("performer", ["plain", "triton"])
 @pytest.mark.parametrize(

@@ -210,7 +210,7 @@ class _Bench:
             return self._launch(worker_function, n, self.setting, *arguments, f"{folder}/store", server_count=servers)
 
     def _launch(self, worker_function: Callable[..., Any], n: int, *arguments: Any, server_count: int = 0) -> Any:
-        """What the first rank returns. All workers of a bench have the same threads, alone and with a server too."""
+        """What the first worker returns. All workers of a bench have the same threads, alone and with a server too."""
         return launch(
             worker_function,
             n,
@@ -219,7 +219,7 @@ class _Bench:
             threads=threads_per_worker(self.options.n_gpus),
             deadline_s=300,
             device=self.device,
-        )[0]
+        )[server_count]
 
 
 def _setting(options: Any, device: str) -> Setting:

@@ -32,7 +32,7 @@ class NotFinite(ArithmeticError):
 class SumNotFinite(NotFinite):
     """A sum is, to which this rank has added what is finite: another rank may know more."""
 
-    text = "the sum of all workers' gradients of {} is NaN or infinite, though this rank's own gradient is finite,"
+    text = "the sum of all workers' gradients of {} is NaN or infinite, though what this rank gave is finite,"
     secondhand = True  # see mailbox.Failure
 
 
