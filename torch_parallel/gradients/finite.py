@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -27,6 +28,10 @@ class NotFinite(ArithmeticError):
     def __init__(self, message: str, late: bool = False) -> None:
         super().__init__(message)
         self.late = late
+
+    @classmethod
+    def of(cls, name: str, late: bool = False) -> Self:
+        return cls(cls.text.format(name), late)
 
 
 class SumNotFinite(NotFinite):
@@ -46,7 +51,7 @@ class FiniteCheck:
     def __init__(self, buckets: list[Bucket], device: torch.device) -> None:
         self._buckets = buckets
         self._later = _Sums(2 * len(buckets), device) if device.type == "cuda" else None
-        self._parts: dict[int, Parts] = {}  # of what the sums are, by their numbers
+        self._parts: dict[int, tuple[Parts, type[NotFinite]]] = {}  # of what the sums are, by their numbers
 
     def look_at_own(self, bucket: Bucket) -> None:
         """At the gradients that this rank is about to send."""
@@ -60,9 +65,9 @@ class FiniteCheck:
         # The sum, in one pass; it may also overflow, so what is found is looked at again.
         if self._later is not None:
             self._later.put_sum(number, tensor)
-            self._parts[number] = parts
+            self._parts[number] = parts, error
         elif not math.isfinite(tensor.sum()) and (name := first_not_finite(parts)) is not None:
-            raise error(error.text.format(name))
+            raise error.of(name)
 
     def end_step(self) -> None:
         if self._later is not None and self._parts:
@@ -73,10 +78,9 @@ class FiniteCheck:
         if self._later is None or not self._later.sent:
             return
         sums = self._later.read()
-        for number, parts in self._parts.items():
+        for number, (parts, error) in self._parts.items():
             if not math.isfinite(sums[number]) and (name := first_not_finite(parts)) is not None:
-                error = NotFinite if number < len(self._buckets) else SumNotFinite
-                raise error(error.text.format(name), late)
+                raise error.of(name, late)
 
 
 class _Sums:

@@ -56,7 +56,7 @@ class Builtin(Strategy):
         # a norm may overflow though no gradient does
         if not math.isfinite(self.last_norm) and (name := first_not_finite(gradients)) is not None:
             if not self.skip_not_finite:
-                raise NotFinite(NotFinite.text.format(name))
+                raise NotFinite.of(name)
             self.skipped_steps += 1
             return
         if self.clip_norm is not None:

@@ -99,7 +99,7 @@ class FromScratch(Strategy):
             yield bucket.parameters, optimizer
 
     def describe_buckets(self) -> list[dict[str, Any]]:
-        return [{"bytes": bucket.numel * bucket.gradients.element_size()} for bucket in self.buckets]
+        return [{"bytes": bucket.gradients.nbytes} for bucket in self.buckets]
 
     def begin_step(self) -> None:
         """Clears the gradients, once no peer reads the last step's any more.
