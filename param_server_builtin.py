@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from torch_parallel.results import ResultsError, RunFolder, environment
 from torch_parallel.training.config import CONTROL_FLAGS, ConfigError, RunConfig, command_line_parser
-from torch_parallel.training.evaluate import count_correct
+from torch_parallel.training.evaluate import count_correct, moment, seconds_between
 from torch_parallel.workloads import DataError, Dataset, build_model, load_dataset
 
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
@@ -48,9 +48,9 @@ def train(config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
             loss = cross_entropy(model(inputs), all_targets[batch])
             optimizer.zero_grad()
             loss.backward()
-            update_start = now(on_gpu)
+            update_start = moment(device)
             optimizer.step()
-            updates.append((update_start, now(on_gpu)))
+            updates.append((update_start, moment(device)))
             loss_sum += loss.detach() * len(batch)
             if epoch == 1 and not warm_up[1] and count > len(batch):
                 if on_gpu:
@@ -58,7 +58,7 @@ def train(config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
                 warm_up = (time.perf_counter() - start_s, len(batch))
         if on_gpu:
             torch.cuda.synchronize()
-        train_s, update_s = time.perf_counter() - start_s, sum(seconds(*update) for update in updates)
+        train_s, update_s = time.perf_counter() - start_s, sum(seconds_between(*update) for update in updates)
         test_loss, correct, tested = count_correct(
             bare, dataset.test_inputs, dataset.test_targets, lambda x: dataset.normalize(x, dtype), device
         )
@@ -76,19 +76,6 @@ def train(config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
         row |= {"test_accuracy": correct / tested, "compute_s": train_s - update_s, "update_s": update_s}
         folder.append_rows([row])
     torch.save({name: value.cpu() for name, value in bare.state_dict().items()}, folder.path / "weights.pt")
-
-
-def now(on_gpu: bool) -> float | torch.cuda.Event:
-    """On a GPU the moment at which it gets that far, which is later than the host's."""
-    if not on_gpu:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    return start.elapsed_time(end) / 1e3 if isinstance(start, torch.cuda.Event) else end - start
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_parallel.results import ResultsError, RunFolder, environment
 from torch_parallel.training.config import CONTROL_FLAGS, ConfigError, RunConfig, command_line_parser
-from torch_parallel.training.evaluate import count_correct
+from torch_parallel.training.evaluate import count_correct, moment, seconds_between
 from torch_parallel.workloads import DataError, Dataset, build_model, load_dataset
 
 NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -72,9 +72,9 @@ def train_rank(
             loss = cross_entropy(model(inputs), all_targets[mine], reduction="sum")
             optimizer.zero_grad()
             (loss * world_size / len(batch)).backward()  # DDP means over the ranks; this makes it over the samples
-            update_start = now(on_gpu)
+            update_start = moment(device)
             optimizer.step()
-            updates.append((update_start, now(on_gpu)))
+            updates.append((update_start, moment(device)))
             loss_sum += loss.detach()
             if epoch == step == 1 and count > len(batch):
                 if on_gpu:
@@ -96,7 +96,7 @@ def train_rank(
         if rank == 0:
             train_loss, test_loss, correct, test_count = sums.tolist()
             row = {"epoch": epoch, "steps": -(-count // config.batch_size), "train_s": train_s}
-            row["update_s"] = sum(seconds(*update) for update in updates)
+            row["update_s"] = sum(seconds_between(*update) for update in updates)
             row |= {"samples_per_s": (count - warm_up[1]) / (train_s - warm_up[0]), "train_loss": train_loss / count}
             row |= {"test_loss": test_loss / test_count, "test_accuracy": correct / test_count}
             timed = len(exchange_s) >= FEWEST_TIMED
@@ -107,19 +107,6 @@ def train_rank(
         torch.save({name: value.cpu() for name, value in bare.state_dict().items()}, folder.path / "weights.pt")
     dist.barrier(device_ids=[rank] if on_gpu else None)
     dist.destroy_process_group()
-
-
-def now(on_gpu: bool) -> float | torch.cuda.Event:
-    """On a GPU the moment at which it gets that far, which is later than the host's."""
-    if not on_gpu:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    return start.elapsed_time(end) / 1e3 if isinstance(start, torch.cuda.Event) else end - start
 
 
 def exposed_exchange_s(model: DistributedDataParallel) -> float:

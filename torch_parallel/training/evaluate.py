@@ -1,7 +1,12 @@
-"""Exact evaluation: every sample once, whatever the number of workers; counts are summed, ratios never averaged."""
+"""What train.py and the controls measure alike.
+
+Exact evaluation: every sample once, whatever the number of workers; counts are summed, ratios never averaged. And, for
+the controls, when a device gets somewhere: theirs may not be the stopwatch of what they are compared with.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -9,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 EVALUATION_BATCH = 500
+
+Moment = float | torch.cuda.Event
 
 
 def count_correct(
@@ -35,3 +42,20 @@ def count_correct(
     for module in training:
         module.training = True
     return loss_sum, correct, len(targets)
+
+
+def moment(device: torch.device) -> Moment:
+    """When `device` gets this far: a GPU does so later than the host, and another GPU event tells by how much."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Moment, end: Moment) -> float:
+    """Between two moments of one device, which has come so far: on a GPU somebody has waited for it."""
+    if isinstance(start, float) and isinstance(end, float):
+        return end - start
+    assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+    return float(start.elapsed_time(end)) / 1e3
