@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 from torch_parallel.analysis.communication import size_told
 from torch_parallel.analysis.figure import Figure
-from torch_parallel.analysis.runs import ExperimentMissing, bench_rows, manifest, newest
+from torch_parallel.analysis.runs import ExperimentMissing, bench_rows, commit_told, manifest, newest
 
 WAYS = {
     "ring, plain": ("#56B4E9", "o"),
@@ -136,7 +136,7 @@ def nccl_table(results_dir: str | Path = "results", of: str = "gpu") -> str:
             continue
         benches[operation] = read_gpu_bench(folder)
         about = manifest(folder)
-        sources.append(f"`{folder.relative_to(results_dir)}` (commit {(about['commit'] or 'unknown')[:7]})")
+        sources.append(f"`{folder.relative_to(results_dir)}` (commit {commit_told(about)})")
     if not benches:
         newest(f"bench_{COLUMNS[0][1]}_{of}", results_dir)  # says what is missing
     columns = [column for column in COLUMNS if column[1] in benches]

@@ -166,6 +166,11 @@ def manifest(folder: str | Path) -> dict[str, Any]:
     return content
 
 
+def commit_told(about: dict[str, Any]) -> str:
+    """Of a manifest; it has none where the code lay in no repository."""
+    return (about["commit"] or "unknown")[:7]
+
+
 def bench_rows(folder: str | Path) -> list[dict[str, str]]:
     """The rows of a bench."""
     with open(Path(folder) / "bench.csv", newline="") as file:

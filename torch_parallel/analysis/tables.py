@@ -12,6 +12,7 @@ from torch_parallel.analysis.runs import (
     bench_rows,
     by_label,
     by_setting,
+    commit_told,
     complete,
     held_equal,
     machine_told,
@@ -41,7 +42,7 @@ def experiments_table(results_dir: str | Path = "results") -> str:
                 lines.append(f"| {name} | {label} | {seconds} | {accuracy} | {len(of_label)} |")
         about = manifest(folder)
         notes.append(
-            f"`{folder.relative_to(results_dir)}` (commit {about['commit'][:7]}; {machine_told(about)}, "
+            f"`{folder.relative_to(results_dir)}` (commit {commit_told(about)}; {machine_told(about)}, "
             f"{about['started'][:10]})"
         )
     note = (
@@ -74,7 +75,7 @@ def bench_table(results_dir: str | Path = "results") -> str:
     note = (
         f"Medians (quartiles) of the slowest rank; ours and gloo's in turns in the same 2 processes{others}; "
         f"{machine_told(about)}, {about['started'][:10]}. From `{folder.relative_to(results_dir)}` (commit "
-        f"{about['commit'][:7]})."
+        f"{commit_told(about)})."
     )
     return "\n".join([*lines, "", note])
 
@@ -98,7 +99,7 @@ def epoch_note(results_dir: str | Path = "results") -> str:
         f"In turns in the same {about['n']} processes, {len(ours_s)} epochs each, an epoch of `{about['model']}` takes "
         f"{_with_spread(ours_s, '.2f')} s with {ours['side']} and {_with_spread(theirs_s, '.2f')} s with "
         f"DistributedDataParallel: {ratio:.2f} of its time. {machine_told(about)}, {about['started'][:10]}, from "
-        f"`{folder.relative_to(results_dir)}` (commit {about['commit'][:7]})."
+        f"`{folder.relative_to(results_dir)}` (commit {commit_told(about)})."
     )
 
 
@@ -126,8 +127,7 @@ def step_table(results_dir: str | Path = "results", bench: str = "bench_step") -
             lines.append(f"| {name} | {row['side']} | {milliseconds} | {faster} | {shares} |")
     about = manifest(folder)
     sources = ", ".join(
-        f"`{each.relative_to(results_dir)}` (commit {(manifest(each)['commit'] or 'unknown')[:7]})"
-        for each in folders.values()
+        f"`{each.relative_to(results_dir)}` (commit {commit_told(manifest(each))})" for each in folders.values()
     )
     note = (
         "Medians (least to largest), in turns with DistributedDataParallel in the same processes. Efficiency: what one "
