@@ -141,10 +141,15 @@ def _of_an_ordinary_tensor(communicator: Communicator, tensor: Tensor) -> Tensor
     """As a user gets it, whatever way was timed before."""
     transport = communicator.transport
     assert isinstance(transport, CudaIpcTransport)
-    transport.performer = "auto"
-    if transport.triton is not None:
-        transport.triton.settings = type(transport.triton).settings
+    _take(transport, "auto")
     return communicator.all_reduce(tensor, "ring")
+
+
+def _take(transport: CudaIpcTransport, performer: str, settings: Any = None) -> None:
+    """From now on it performs so; by the kernel, with those settings, or else with its own."""
+    transport.performer = performer
+    if transport.triton is not None:
+        transport.triton.settings = settings or type(transport.triton).settings
 
 
 def _ours(communicator: Communicator, operation: str, start: Tensor, all_settings: bool) -> Ways:
@@ -157,21 +162,19 @@ def _ours(communicator: Communicator, operation: str, start: Tensor, all_setting
     buffer = communicator.share(start.numel())
     own, triton = buffer.local.view_as(start), transport.triton
 
-    def pre_shared(collective: Collective, performer: str, settings: Any) -> Tensor:
-        transport.performer = performer
-        if triton is not None and settings is not None:
-            triton.settings = settings
+    def pre_shared(collective: Collective, performer: str, settings: Any = None) -> Tensor:
+        _take(transport, performer, settings)
         result = transport.perform(collective, buffer)
         transport.settle()
         return result
 
     ways: Ways = {}
     for name, algorithm in ALGORITHMS[operation].items():
-        ways[f"{name}, plain"] = (own, partial(pre_shared, algorithm, "plain", None))
+        ways[f"{name}, plain"] = (own, partial(pre_shared, algorithm, "plain"))
         if triton is not None and triton.can_perform(algorithm, buffer):
             best = type(triton).settings
-            ways[f"{name}, triton"] = (own, partial(pre_shared, algorithm, "triton", best))
-            ways[f"{name}, auto"] = (own, partial(pre_shared, algorithm, "auto", best))
+            ways[f"{name}, triton"] = (own, partial(pre_shared, algorithm, "triton"))
+            ways[f"{name}, auto"] = (own, partial(pre_shared, algorithm, "auto"))
             for each in CANDIDATES if all_settings else ():
                 label = f"{name}, {each['programs']}x{each['block_bytes'] >> 10}k/{each['warps']}"
                 ways[label] = (own, partial(pre_shared, algorithm, "triton", replace(best, **each)))
