@@ -165,8 +165,14 @@ def test_a_finished_grid_is_not_touched_again(tmp_path: Path, written: list[str]
 
 def test_a_run_that_fails_is_named_with_its_own_words(tmp_path: Path) -> None:
     broken = Experiment("broken", [train_py("ring_all_reduce", 2, dataset="digits", train_size=10**6)])
-    with pytest.raises(experiment.ExperimentError, match=r"1 python train.py .* exit code 2: .*train_size.*goes on"):
+    with pytest.raises(
+        experiment.ExperimentError, match=r"1 python train.py .* exit code 2: .*train_size.*goes on"
+    ) as raised:
         Grid("broken", broken, (0,), str(tmp_path)).run()
+    (said,) = tmp_path.glob("*/*/runs/*/said.txt")
+    assert str(said) in str(raised.value) and "\n" not in str(raised.value)
+    # who speaks last need not be who failed first, so every line is kept
+    assert "train.py: error: " in said.read_text()
 
 
 def test_the_command_runs_a_small_grid_for_real(tmp_path: Path) -> None:

@@ -123,9 +123,12 @@ class Grid:
             except subprocess.TimeoutExpired:
                 raise ExperimentError(f"{cell.command(seed)}: not done after {RUN_LIMIT_S:.0f} s") from None
         if process.returncode:
-            said = (errors or output).strip().splitlines() or ["it said nothing"]
+            said = place / "said.txt"  # who speaks last need not be who failed first
+            place.mkdir(parents=True, exist_ok=True)
+            said.write_text(output + errors)
+            last = (errors or output).strip().splitlines() or ["it said nothing"]
             raise ExperimentError(
-                f"{cell.command(seed)}: exit code {process.returncode}: {said[-1]}; "
+                f"{cell.command(seed)}: exit code {process.returncode}: {last[-1]} (all that it said: {said}); "
                 "the runs before it are kept: the same command goes on"
             )
         (table,) = place.glob("*/runs.csv")
