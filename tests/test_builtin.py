@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import functools
+import io
 import json
 import re
+import runpy
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +20,49 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_parallel import RunConfig, train
+from torch_parallel import RunConfig, fork_server, train
 from torch_parallel.strategies import BUILTIN, STRATEGIES
 
 ROOT = Path(__file__).parent.parent
 FLAGS = ("--dataset", "digits", "--train_size", "203", "--batch_size", "20", "--epochs", "2", "--dtype", "float64")
 
 
-def control(script: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / script), *FLAGS, "--device", "cpu", "--results_dir", str(folder), *more]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110)
+Ended = subprocess.CompletedProcess[str]
+Control = Callable[..., Ended]
 
 
-def trained(script: str, folder: Path, *more: str) -> dict[str, Tensor]:
-    done = control(script, folder, "--n_gpus", "2", *more)
+def control(script: str, folder: Path, *more: str) -> Ended:
+    """The command as a user types it, in processes of its own that all import torch first."""
+    return subprocess.run([sys.executable, *words(script, folder, *more)], capture_output=True, text=True, timeout=110)
+
+
+def control_here(script: str, folder: Path, *more: str) -> Ended:
+    """The script itself, run in this process, and its workers forked where torch is there already.
+
+    What the workers print is not caught.
+    """
+    out, err, threads = io.StringIO(), io.StringIO(), torch.get_num_threads()
+    code: Any = 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        fork_server.start()
+        forked = functools.partial(torch.multiprocessing.start_processes, start_method=fork_server.start_method())
+        patch.setattr(torch.multiprocessing, "spawn", forked)
+        patch.setattr(sys, "argv", words(script, folder, *more))
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code
+        finally:
+            torch.set_num_threads(threads)
+    return Ended(sys.argv, code, out.getvalue(), err.getvalue())
+
+
+def words(script: str, folder: Path, *more: str) -> list[str]:
+    return [str(ROOT / script), *FLAGS, "--device", "cpu", "--results_dir", str(folder), *more]
+
+
+def trained(how: Control, script: str, folder: Path, *more: str) -> dict[str, Tensor]:
+    done = how(script, folder, "--n_gpus", "2", *more)
     assert done.returncode == 0, done.stderr
     (run,) = folder.iterdir()
     weights: dict[str, Tensor] = torch.load(run / "weights.pt")
@@ -62,7 +96,7 @@ both_controls = pytest.mark.parametrize("script", ["ring_all_reduce_builtin.py",
 def test_a_control_ends_with_the_weights_of_one_process(
     script: str, tmp_path: Path, one_process: dict[str, Tensor]
 ) -> None:
-    assert deviation(trained(script, tmp_path), one_process) <= 1e-12
+    assert deviation(trained(control, script, tmp_path), one_process) <= 1e-12
 
 
 @both_controls
@@ -75,7 +109,9 @@ def test_with_another_optimizer_and_in_float32_too(
 ) -> None:
     """After 11 steps."""
     options = {"optimizer": optimizer, "dtype": dtype, "epochs": 1}
-    theirs = trained(script, tmp_path / "theirs", *(f"--{name}={value}" for name, value in options.items()))
+    theirs = trained(
+        control_here, script, tmp_path / "theirs", *(f"--{name}={value}" for name, value in options.items())
+    )
     assert deviation(theirs, ours("ring_all_reduce", 1, tmp_path / "ours", **options)) <= tolerance
 
 
@@ -83,7 +119,7 @@ def test_with_another_optimizer_and_in_float32_too(
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
 @both_controls
 def test_a_control_on_gpus_ends_with_the_weights_of_the_ring_on_gpus(script: str, tmp_path: Path) -> None:
-    theirs = trained(script, tmp_path / "theirs", "--device", "cuda")
+    theirs = trained(control, script, tmp_path / "theirs", "--device", "cuda")
     assert deviation(theirs, ours("ring_all_reduce", 2, tmp_path / "ours", device="cuda")) <= 1e-10
 
 
@@ -126,12 +162,14 @@ def test_dropout_and_batch_norm_are_the_same_under_ring_and_ddp(side: str, tmp_p
     if side == "ddp":
         theirs = ours("ddp", 2, tmp_path / "ddp", **model)
     else:
-        theirs = trained(side, tmp_path / "control", *(f"--{name}={value}" for name, value in model.items()))
+        theirs = trained(
+            control_here, side, tmp_path / "control", *(f"--{name}={value}" for name, value in model.items())
+        )
     assert deviation(theirs, ring) <= 1e-12
 
 
 def test_a_control_writes_the_same_columns_and_says_what_it_runs(tmp_path: Path) -> None:
-    done = control("param_server_builtin.py", tmp_path, "--n_gpus", "3")
+    done = control_here("param_server_builtin.py", tmp_path, "--n_gpus", "3")
     assert "no GPU: the plain module in one process" in done.stdout
     (run,) = tmp_path.iterdir()
     rows = list(csv.DictReader((run / "runs.csv").read_text().splitlines()))
@@ -144,7 +182,7 @@ def test_a_control_writes_the_same_columns_and_says_what_it_runs(tmp_path: Path)
 def test_a_port_that_is_taken_is_named_and_any_free_one_is_found(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = control("ring_all_reduce_builtin.py", tmp_path, "--port", str(port))
+        done = control_here("ring_all_reduce_builtin.py", tmp_path, "--port", str(port))
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and f"--port {port}: it is in use" in done.stderr
 
@@ -159,7 +197,7 @@ def test_a_port_that_is_taken_is_named_and_any_free_one_is_found(tmp_path: Path)
     ],
 )
 def test_what_a_control_does_not_do_is_refused(script: str, flag: str, value: str, tmp_path: Path) -> None:
-    done = control(script, tmp_path / "results", flag, value)
+    done = control_here(script, tmp_path / "results", flag, value)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and flag in done.stderr
     assert not (tmp_path / "results").exists()
