@@ -237,7 +237,8 @@ def test_what_cannot_be_built(name: str, shape: tuple[int, int, int], classes: i
 def test_torchvision_and_sklearn_are_imported_only_where_needed() -> None:
     """Each takes seconds, in every process that imports it."""
     script = (
-        "import sys; from torch_parallel.workloads import build_model, load_dataset; build_model('cnn', (1, 8, 8), 10);"
+        "import sys; from torch_parallel.workloads import build_model, load_dataset;"
+        "build_model('mlp', (1, 8, 8), 10); build_model('cnn', (1, 8, 8), 10);"
         "assert not {'torchvision', 'sklearn'} & set(sys.modules)"
     )
     root = Path(workloads.__file__).parents[2]

@@ -26,11 +26,15 @@ def mlp(image_shape: ImageShape, class_count: int) -> nn.Module:
 
     (C*H*W + 1) * 256 + 257 * 128 + 129 * class_count parameters.
     """
-    from torchvision.ops import MLP  # torchvision is imported where it is needed, for it takes 2 s
-
     channels, height, width = image_shape
-    # MLP puts a dropout layer behind each linear one; with 0, torch returns the input and draws no random numbers.
-    return nn.Sequential(nn.Flatten(), MLP(channels * height * width, [256, 128, class_count], dropout=0.0))
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(channels * height * width, 256),
+        nn.ReLU(),
+        nn.Linear(256, 128),
+        nn.ReLU(),
+        nn.Linear(128, class_count),
+    )
 
 
 def cnn(image_shape: ImageShape, class_count: int) -> nn.Module:
@@ -64,7 +68,7 @@ def mobilenet_v2(image_shape: ImageShape, class_count: int) -> nn.Module:
     ImageNet's 224 x 224 pixels end as 7 x 7; 32 x 32 would end as 1 x 1, and end as 4 x 4 without those two, as 28 x 28
     does. Dropout 0.2 before the last layer. 2,223,008 + 288C + 1,281 * class_count parameters, whatever H and W.
     """
-    from torchvision.models import MobileNetV2
+    from torchvision.models import MobileNetV2  # torchvision is imported where it is needed, for it takes 2 s
 
     channels, height, width = image_shape
     model: nn.Module = MobileNetV2(num_classes=class_count, inverted_residual_setting=_stages(min(height, width)))
