@@ -190,6 +190,19 @@ def test_whoever_only_saw_the_failure_of_another_is_not_blamed_for_it(
         assert f"    it said: {errors[rank].__name__}: {errors[rank]('this')}" in lines
 
 
+def test_whose_failure_it_was_may_come_late() -> None:
+    """Later than others' words are waited for once it is known."""
+
+    def work(communicator: Communicator) -> None:
+        if communicator.rank:
+            time.sleep(2 * launcher.LAST_WORDS_S)
+            raise ValueError("mine")
+        raise SawIt("theirs")
+
+    lines, failure = failure_of(work, 2)
+    assert (lines[0], failure.rank) == ("rank 1 failed: ValueError: mine", 1)
+
+
 def end_by(action: Callable[[], Any], *ranks: int) -> Callable[[Communicator], None]:
     def work(communicator: Communicator) -> None:
         communicator.barrier()
@@ -571,6 +584,13 @@ def test_the_fork_server_is_stopped_before_any_worker_is_started() -> None:
         launch(rank_of, 2, deadline_s=1)
     assert time.monotonic() - start_s < 11
     assert launch(rank_of, 2, deadline_s=20) == [0, 1]
+
+
+def test_after_the_fork_server_was_ended_the_next_start_has_a_new_one() -> None:
+    """At once: a start that still finds the old one dying would end with it."""
+    for _ in range(2):
+        fork_server.kill()
+        assert launch(rank_of, 2, deadline_s=20) == [0, 1]
 
 
 def rank_of(communicator: Communicator) -> int:

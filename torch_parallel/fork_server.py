@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -30,6 +31,9 @@ PRELOAD = [
     "torch._dynamo",  # a second's worth of modules that the first optimizer of a process imports
 ]
 """What the server imports, so that no worker has to."""
+
+GONE_LIMIT_S = 2.0
+"""A killed process is gone in milliseconds; one that waits for a device, say, may take longer and is left to itself."""
 
 
 def start_method() -> str:
@@ -155,11 +159,16 @@ def pid() -> int | None:
 
 
 def kill() -> None:
-    """Ends the server, stopped or not; the next start makes a new one."""
+    """Ends the server, stopped or not, and sees it gone; the next start makes a new one."""
     server = pid()
-    if server is not None and sys.platform == "linux":
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(server, signal.SIGKILL)
+    if server is None or sys.platform != "linux":
+        return
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):  # another thread may have found it dead
+        os.kill(server, signal.SIGKILL)
+        end_s = time.monotonic() + GONE_LIMIT_S
+        # multiprocessing takes the exit status when it starts the next one, so it is only looked at here
+        while os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None and time.monotonic() < end_s:
+            time.sleep(0.001)
 
 
 def is_stopped(process_id: int | None) -> bool:

@@ -46,6 +46,8 @@ LAST_STEPS_S = 1.0
 KILL_LIMIT_S = 10.0
 LAST_WORDS_S = 0.5
 """After a first error, the time that the other ranks have to say what they saw."""
+FIRST_HAND_S = 2.0
+"""The same as long as nothing but consequences were told: whose failure it was may come late on a busy machine."""
 FORK_SERVER_DIED = "the fork server, from which the workers are started, died or did not answer"
 
 
@@ -276,10 +278,12 @@ class _Run:
                 raise self._failure(process, f"rank {process.rank} gave no sign of life for {silent_s:.0f} s")
 
     def _gather_last_words(self) -> None:
-        end = time.monotonic() + LAST_WORDS_S
-        while (left_s := end - time.monotonic()) > 0:
+        start_s = time.monotonic()
+        while True:
+            _, first = self._cause()
+            left_s = start_s + (FIRST_HAND_S if first.secondhand else LAST_WORDS_S) - time.monotonic()
             open_inboxes = [process.inbox.fd for process in self.processes if not process.gone()]
-            if not open_inboxes:
+            if left_s <= 0 or not open_inboxes:
                 break
             multiprocessing.connection.wait(open_inboxes, min(left_s, TICK_S))
             self._listen(self.processes)

@@ -303,7 +303,7 @@ def test_a_straggler_and_links(
     strategy: str, options: dict[str, Any], run: Callable[..., TrainingRun], tmp_path: Path
 ) -> None:
     """Told in the results, and each rank's steps are recorded: 20 batches of 10, of which rank 2 computes slowly."""
-    emulated = {"straggler": "2:20ms", "link": "1gbit", "latency": "1ms"}
+    emulated = {"straggler": "2:100ms", "link": "1gbit", "latency": "1ms"}
     file = tmp_path / "steps.csv"
     trained = run(strategy, train_size=200, batch_size=10, epochs=1, steps_csv=str(file), **emulated, **options)
     (row,) = server_rows(trained)
@@ -318,7 +318,7 @@ def test_a_straggler_and_links(
         assert done[0] == int(row["updates"]) == 20 and done[1] + done[2] >= 20
     else:
         assert done == [20] * 3
-    assert all(step.compute_s >= 0.02 for step in steps if step.rank == 2)
+    assert all(step.compute_s >= 0.1 for step in steps if step.rank == 2)
     # every push and every answer crosses a link of 1 ms: the push on the worker's time, which is no part of its own
     if strategy == "param_server_bounded":
         assert all(step.move_s + step.reduce_s >= 0.001 for step in steps if step.rank == 0)
