@@ -31,13 +31,15 @@ class StepRecorder:
         self._waited_s = list(self._transport.waited_s)
         self._update_s = self._strategy.update_clock.total_s
         self._move_s = self._reduce_s = self._compute_s = 0.0
+        self._seen_waits_s = [0.0 for _ in self._waited_s]
 
     def computed(self, start_s: float) -> None:
         """Forward and backward began at `start_s` and end now."""
         self._compute_s += time.perf_counter() - start_s
 
     def end(self, epoch: int, step: int) -> None:
-        waited_for_s = [late - early for late, early in zip(self._transport.waited_s, self._waited_s, strict=True)]
+        waits = zip(self._transport.waited_s, self._waited_s, self._seen_waits_s, strict=True)
+        waited_for_s = [late - early + seen for late, early, seen in waits]
         self._steps.append(
             StepTimes(
                 epoch=epoch,
@@ -65,6 +67,8 @@ class StepRecorder:
             self._reduce_s += seconds
         else:
             self._move_s += seconds
+        if self._transport.enqueues:  # a stream's waits are known to who looks at the message only
+            self._seen_waits_s[transfer.source] += transfer.start_s - transfer.wait_start_s
         if self._next is not None:
             self._next(transfer)
 
