@@ -26,7 +26,6 @@ from torch_parallel.strategies import BUILTIN, STRATEGIES
 ROOT = Path(__file__).parent.parent
 FLAGS = ("--dataset", "digits", "--train_size", "203", "--batch_size", "20", "--epochs", "2", "--dtype", "float64")
 
-
 Ended = subprocess.CompletedProcess[str]
 Control = Callable[..., Ended]
 
@@ -61,8 +60,8 @@ def words(script: str, folder: Path, *more: str) -> list[str]:
     return [str(ROOT / script), *FLAGS, "--device", "cpu", "--results_dir", str(folder), *more]
 
 
-def trained(how: Control, script: str, folder: Path, *more: str) -> dict[str, Tensor]:
-    done = how(script, folder, "--n_gpus", "2", *more)
+def trained(how: Control, script: str, folder: Path, **options: Any) -> dict[str, Tensor]:
+    done = how(script, folder, "--n_gpus", "2", *(f"--{name}={value}" for name, value in options.items()))
     assert done.returncode == 0, done.stderr
     (run,) = folder.iterdir()
     weights: dict[str, Tensor] = torch.load(run / "weights.pt")
@@ -109,9 +108,7 @@ def test_with_another_optimizer_and_in_float32_too(
 ) -> None:
     """After 11 steps."""
     options = {"optimizer": optimizer, "dtype": dtype, "epochs": 1}
-    theirs = trained(
-        control_here, script, tmp_path / "theirs", *(f"--{name}={value}" for name, value in options.items())
-    )
+    theirs = trained(control_here, script, tmp_path / "theirs", **options)
     assert deviation(theirs, ours("ring_all_reduce", 1, tmp_path / "ours", **options)) <= tolerance
 
 
@@ -119,7 +116,7 @@ def test_with_another_optimizer_and_in_float32_too(
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
 @both_controls
 def test_a_control_on_gpus_ends_with_the_weights_of_the_ring_on_gpus(script: str, tmp_path: Path) -> None:
-    theirs = trained(control, script, tmp_path / "theirs", "--device", "cuda")
+    theirs = trained(control, script, tmp_path / "theirs", device="cuda")
     assert deviation(theirs, ours("ring_all_reduce", 2, tmp_path / "ours", device="cuda")) <= 1e-10
 
 
@@ -162,9 +159,7 @@ def test_dropout_and_batch_norm_are_the_same_under_ring_and_ddp(side: str, tmp_p
     if side == "ddp":
         theirs = ours("ddp", 2, tmp_path / "ddp", **model)
     else:
-        theirs = trained(
-            control_here, side, tmp_path / "control", *(f"--{name}={value}" for name, value in model.items())
-        )
+        theirs = trained(control_here, side, tmp_path / "control", **model)
     assert deviation(theirs, ring) <= 1e-12
 
 

@@ -11,6 +11,7 @@ from torch_parallel.analysis.runs import (
     accuracies,
     by_label,
     by_setting,
+    commit_told,
     held_equal,
     machine_told,
     manifest,
@@ -28,7 +29,7 @@ def about(folder: str | Path) -> str:
     return (
         f"{told['command']}\n"
         f"{len(read_runs(folder))} runs, begun {told['started'][:16].replace('T', ' ')}: {machine_told(told)}, "
-        f"python {told['versions']['python']}, commit {told['commit'][:12]}"
+        f"python {told['versions']['python']}, commit {commit_told(told, 12)}"
     )
 
 
@@ -36,7 +37,7 @@ def made(folder: str | Path) -> str:
     """The same of a bench."""
     told = manifest(folder)
     when = told["started"][:16].replace("T", " ")
-    return f"{told['command']}\n{when}: {machine_told(told)}, commit {told['commit'][:12]}"
+    return f"{told['command']}\n{when}: {machine_told(told)}, commit {commit_told(told, 12)}"
 
 
 def summary(

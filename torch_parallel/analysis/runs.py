@@ -166,9 +166,9 @@ def manifest(folder: str | Path) -> dict[str, Any]:
     return content
 
 
-def commit_told(about: dict[str, Any]) -> str:
+def commit_told(about: dict[str, Any], digits: int = 7) -> str:
     """Of a manifest; it has none where the code lay in no repository."""
-    return (about["commit"] or "unknown")[:7]
+    return (about["commit"] or "unknown")[:digits]
 
 
 def bench_rows(folder: str | Path) -> list[dict[str, str]]:
