@@ -328,6 +328,18 @@ def test_versions_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU")
+def test_an_epoch_beside_ddp_on_gpus(tmp_path: Path) -> None:
+    """Of one worker or two; sums are rounded in other orders than DDP's, and its own kernels' order changes too."""
+    n = min(2, torch.cuda.device_count())
+    options = ["--device", "cuda", "--n_gpus", str(n), "--dataset", "digits", "--train_size", "300", "--repeats", "1"]
+    bench.main(["epoch", *options, "--results_dir", str(tmp_path)])
+    rows, manifest = figures(tmp_path)
+    assert [row["side"] for row in rows] == ["ring_all_reduce", "ddp"]
+    assert manifest["device"] == "cuda" and 0 <= manifest["largest_difference_of_parameters"] < 1e-3
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each process")
 def test_every_collective_on_gpus_gives_the_right_result_by_all_ways(tmp_path: Path) -> None:
     arguments = ["--device", "cuda", "--largest_mb", "0.02", "--results_dir", str(tmp_path)]

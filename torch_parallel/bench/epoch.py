@@ -6,6 +6,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch.nn.functional import cross_entropy
 
 from torch_parallel.bench.common import recorded, save, start_group
 from torch_parallel.communicator import Communicator
+from torch_parallel.devices import choose_processes
 from torch_parallel.launcher import launch
 from torch_parallel.results import RunFolder
 from torch_parallel.strategies.builtin import at_its_best
-from torch_parallel.training.config import ConfigError, OneLineParser, RunConfig
-from torch_parallel.training.loop import TENSORS, Job, Trainer, make_job
+from torch_parallel.training.config import DEVICES, ConfigError, OneLineParser, RunConfig
+from torch_parallel.training.loop import Job, Trainer, make_job
 from torch_parallel.training.optimizers import make_optimizer
 from torch_parallel.workloads import DATASETS, MODELS, build_model, load_dataset
 
@@ -37,6 +39,7 @@ def time_epochs(communicator: Communicator, job: Job, repeats: int, store: str) 
             communicator.barrier()
             start_s = time.perf_counter()
             train_epoch(epoch)
+            communicator.transport.synchronize()  # a GPU may still be at work
             communicator.barrier()
             if epoch > 1:
                 seconds[side].append(time.perf_counter() - start_s)
@@ -49,14 +52,18 @@ def time_epochs(communicator: Communicator, job: Job, repeats: int, store: str) 
 
 
 class Control:
-    """DistributedDataParallel at its best settings, in the plainest loop, on the batches that the trainer takes."""
+    """DistributedDataParallel at its best settings, in the plainest loop, on the batches that the trainer takes.
+
+    On a GPU all data lies in its memory.
+    """
 
     def __init__(self, communicator: Communicator, job: Job) -> None:
         self.communicator, self.config, self.dataset = communicator, job.config, job.dataset
-        self.data = {name: communicator.shared[name] for name in TENSORS}
+        device = communicator.device
+        self.inputs, self.targets = (communicator.shared[f"train_{what}"].to(device) for what in ("inputs", "targets"))
         torch.manual_seed(job.config.seed)
-        model = job.make_model()
-        self.model = at_its_best(model)
+        model = job.make_model().to(device)
+        self.model = at_its_best(model, device_ids=[device.index] if device.type == "cuda" else None)
         self.optimizer = make_optimizer(
             list(model.named_parameters()),
             job.config.optimizer,
@@ -66,14 +73,14 @@ class Control:
         )
 
     def train_epoch(self, epoch: int) -> None:
-        count, world_size = len(self.data["train_targets"]), self.communicator.world_size
+        count, world_size = len(self.targets), self.communicator.world_size
         generator = torch.Generator().manual_seed((self.config.seed * 1_000_003 + epoch) % 2**63)
-        order = torch.randperm(count, generator=generator)
+        order = torch.randperm(count, generator=generator).to(self.communicator.device)
         for batch in order.split(self.config.batch_size):
             mine = batch.tensor_split(world_size)[self.communicator.rank]
-            logits = self.model(self.dataset.normalize(self.data["train_inputs"][mine], torch.float32))
+            logits = self.model(self.dataset.normalize(self.inputs[mine], torch.float32))
             # DDP takes the mean over the ranks: this makes it the mean over the samples
-            loss = cross_entropy(logits, self.data["train_targets"][mine], reduction="sum") * world_size / len(batch)
+            loss = cross_entropy(logits, self.targets[mine], reduction="sum") * world_size / len(batch)
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()
@@ -82,6 +89,7 @@ class Control:
 def bench_epoch(arguments: list[str]) -> None:
     parser = OneLineParser(prog="python -m torch_parallel bench epoch", allow_abbrev=False)
     parser.add_argument("--n_gpus", type=int, default=2, help="workers (default: 2)")
+    parser.add_argument("--device", default="auto", choices=DEVICES, help="where they train (default: auto)")
     parser.add_argument("--model", default="cnn", choices=tuple(MODELS), help="model (default: cnn)")
     parser.add_argument("--batch_size", type=int, default=64, help="global (default: 64)")
     parser.add_argument("--dataset", choices=tuple(DATASETS), help="data set (default: as train.py)")
@@ -92,15 +100,18 @@ def bench_epoch(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         raise ConfigError(f"--repeats {options.repeats}: at least 1 epoch of each side is needed")
-    config = RunConfig(n_gpus=options.n_gpus, model=options.model, batch_size=options.batch_size, device="cpu")
+    config = RunConfig(n_gpus=options.n_gpus, model=options.model, batch_size=options.batch_size)
+    _, device, _ = choose_processes(options.n_gpus, options.device)
+    config = replace(config, device=device)
     dataset, line = load_dataset(options.dataset, options.data_dir, options.train_size, config.seed)
     folder = RunFolder(options.results_dir, f"bench_epoch_{options.model}_n{options.n_gpus}")
-    print(f"{line}; {options.model}, {options.n_gpus} workers, global batch {options.batch_size}")
+    print(f"{line}; {options.model}, {options.n_gpus} workers on {device}, global batch {options.batch_size}")
     make_model = partial(build_model, options.model, dataset.image_shape, dataset.class_count)
     job, shared = make_job(config, dataset, make_model)
-    entries = {"model": options.model, "data": line, "batch_size": options.batch_size}
+    entries = {"model": options.model, "data": line, "batch_size": options.batch_size, "device": device}
     with recorded(folder, n=options.n_gpus, **entries), tempfile.TemporaryDirectory() as temporary:
-        seconds = launch(time_epochs, options.n_gpus, job, options.repeats, f"{temporary}/store", shared=shared)[0]
+        arguments_of_all = (job, options.repeats, f"{temporary}/store")
+        seconds = launch(time_epochs, options.n_gpus, *arguments_of_all, shared=shared, device=device)[0]
     rows = []
     (difference,) = seconds.pop("largest difference of parameters")
     for side, times in seconds.items():

@@ -60,7 +60,7 @@ class Bucket:
         self.result = self.shared.local
         self.staged = self.shared.local.device != first.device
         self.flat = torch.zeros_like(self.shared.local, device=first.device) if self.staged else self.shared.local
-        self._cut: dict[int, list[Tensor]] = {}  # the views of each memory that was used, by its address
+        self._cut: dict[int, tuple[list[Tensor], Tensor, Tensor]] = {}  # each memory that was used, by its address
         self._hold(self.flat)
         self._used: set[int] = set()
         self._loose: dict[int, Tensor] = {}  # small gradients, by position, that are not in their views yet
@@ -73,10 +73,10 @@ class Bucket:
     def _hold(self, memory: Tensor) -> None:
         """From now on the gradients are those in `memory`, [numel + len(parameters)]."""
         if memory.data_ptr() not in self._cut:  # once, not once a step
-            self._cut[memory.data_ptr()] = list(views_of(memory, self.parameters))
-        self.views = self._cut[memory.data_ptr()]
-        self.gradients = memory[: self.numel]
-        """The flat gradients, [numel], without the use marks, wherever they are now."""
+            views = list(views_of(memory, self.parameters))
+            self._cut[memory.data_ptr()] = views, memory[: self.numel], memory[self.numel :]
+        self.views, self.gradients, self._marks = self._cut[memory.data_ptr()]
+        """Wherever the gradients are now: one view for each, all of them flat, [numel], and the use marks."""
 
     def named_views(self) -> Iterator[tuple[str, Tensor]]:
         """Each parameter's name and gradient."""
@@ -123,10 +123,10 @@ class Bucket:
         """The gradients of this rank are complete: marks what it used and lets peers see it."""
         self.complete()
         if self._used_all:
-            self.flat[self.numel :] = 1.0  # a GPU fills it by itself; anything else it has to be sent
+            self._marks.fill_(1.0)  # a GPU fills them by itself; anything else it has to be sent
         else:
             marks = [float(position in self._used) for position in range(len(self.parameters))]
-            self.flat[self.numel :] = torch.tensor(marks, dtype=self.flat.dtype)
+            self._marks.copy_(torch.tensor(marks, dtype=self.flat.dtype))
         if self.staged:
             self.shared.local.copy_(self.flat)
 

@@ -88,17 +88,18 @@ class _Sums:
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._sums = torch.zeros(count, device=device)
+        self._places = self._sums.unbind()
         self._on_host = torch.zeros(count, pin_memory=True)
         self._arrival = torch.cuda.Event()
         self.sent = False
         """Whether there is something to read."""
 
     def put_sum(self, number: int, tensor: Tensor) -> None:
-        torch.sum(tensor, dim=0, dtype=torch.float32, out=self._sums[number])
+        torch.sum(tensor, dim=0, dtype=torch.float32, out=self._places[number])
 
     def send(self) -> None:
         self._on_host.copy_(self._sums, non_blocking=True)
-        self._arrival.record()
+        self._arrival.record(torch.cuda.current_stream(self._sums.device.index))
         self.sent = True
 
     def read(self) -> list[float]:

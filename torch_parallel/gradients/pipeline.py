@@ -52,7 +52,7 @@ class Pipeline:
         self._left = 0
         self._complete.clear()
         if self.stream is not None:
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+            torch.cuda.current_stream(self.stream.device_index).wait_stream(self.stream)
 
     def _completed(self, bucket: Bucket) -> None:
         self._complete.add(bucket.index)
@@ -79,7 +79,7 @@ class Pipeline:
         if self.stream is None:
             yield
             return
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device_index))
         with torch.cuda.stream(self.stream):
             self.in_background = True
             try:

@@ -69,8 +69,10 @@ class FromScratch(Strategy):
         ]
         enqueues = self.transport.enqueues
         self.overlap = overlap
+        # One bucket alone is complete when backward is over: it has nothing to run beside.
+        beside = enqueues and overlap and len(self.buckets) > 1
         # Of high priority: whatever it is given comes before the rest of backward, which has all the time to catch up.
-        stream = torch.cuda.Stream(self.communicator.device, priority=-1) if enqueues and overlap else None
+        stream = torch.cuda.Stream(self.communicator.device, priority=-1) if beside else None
         if stream is not None:
             self.transport.leave_room()
         self._pipeline = Pipeline(self.buckets, self._exchange, stream)
@@ -112,8 +114,7 @@ class FromScratch(Strategy):
                     f"parameter {name} was frozen when the strategy was made and is trainable now: unfreeze it before, "
                     "or make a new strategy"
                 )
-        with self._exchanging():
-            self._settle()
+        self._settle()
         for bucket in self.buckets:
             bucket.zero()
 
@@ -163,6 +164,12 @@ class FromScratch(Strategy):
 
     def _settle(self) -> None:
         """Returns when the gradients of this step may be written."""
+        # Where nobody reads there is nothing to time, and to take the time on a GPU is not free.
+        with self._exchanging() if self.transport.is_read else nullcontext():
+            self._await_readers()
+
+    def _await_readers(self) -> None:
+        """Waits for those peers who may still read what this rank is about to write."""
         self.transport.settle()
 
     def _stop_if_not_finite(self) -> None:
@@ -192,8 +199,7 @@ class FromScratch(Strategy):
         optimizer = self.optimizers[bucket.index]
         fused = all(group.get("fused") for group in optimizer.param_groups)
         only_reads = scale == 1.0 and fused and type(optimizer) in ONLY_READ_GRADIENTS
-        with self._exchanging():
-            self._settle()  # from here on the gradients may be written: by the scale, and by some optimizers
+        self._settle()  # from here on the gradients may be written: by the scale, and by some optimizers
         with self._updating(bucket.index):
             bucket.collect(copy=self._sums_are_common(bucket) and self.transport.world_size > 1 and not only_reads)
             self._stop_if_overflown(bucket.index, bucket.gradients, bucket.named_views())

@@ -111,7 +111,7 @@ class ParamServerBounded(ParamServer):
                     self.transport.perform(PULL, version, f"parameters of bucket {bucket.index}")
                     self._adopt(bucket)
 
-    def _settle(self) -> None:
+    def _await_readers(self) -> None:
         """Never waits: the buffers are used in turn, see the module's docstring. Takes the signals of what was read."""
         if self.updates_here:
             self.transport.settle(leave=self._slots * len(self.buckets) * self.communicator.worker_count)

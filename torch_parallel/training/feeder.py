@@ -1,7 +1,7 @@
 """Gives every step its samples, on the device that trains: the same samples, in the same order, with the same bits.
 
 On the CPU they are indexed where they lie, in memory that all ranks have in common. A GPU keeps a copy of data that is
-small, and is sent indices only. Of larger data, the next step's batch is collected and copied while the GPU computes:
+small, and of the epoch's order. Of larger data, the next step's batch is collected and copied while the GPU computes:
 
   host        collects 2 | collects 3 |  collects 4 ...        pinned memory, two buffers in turn: batch 4 is written
                                                                over batch 2, of which the copy must be done
@@ -29,8 +29,13 @@ class Feeder:
     def __init__(self, inputs: Tensor, targets: Tensor, device: torch.device) -> None:
         self.inputs, self.targets, self.device = inputs, targets, device
 
+    @property
+    def index_device(self) -> torch.device:
+        """Where the samples are indexed, so where their indices had better be from the start."""
+        return self.inputs.device
+
     def feed(self, indices: Tensor, parts: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """The samples at `indices`, int64 [b] on the CPU, as `parts` micro-batches (inputs, targets) on the device.
+        """The samples at `indices`, int64 [b], as `parts` micro-batches (inputs, targets) on the device.
 
         They are cut as `tensor_split` cuts; some may be empty, and all are if b is 0.
         """
@@ -69,9 +74,6 @@ class ResidentFeeder(Feeder):
         super().__init__(inputs.to(device), targets.to(device), device)
 
     def feed(self, indices: Tensor, parts: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        if self.device.type == "cuda":
-            # From other memory than pinned the host would wait; torch keeps this until the copy is done.
-            indices = indices.pin_memory().to(self.device, non_blocking=True)
         for part in indices.tensor_split(parts):
             yield self.inputs[part], self.targets[part]
 

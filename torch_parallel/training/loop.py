@@ -224,7 +224,7 @@ class Trainer:
     def _forward_and_backward(self, inputs: Tensor, targets: Tensor, divided_by: int) -> None:
         with self._precision():
             loss_sum = cross_entropy(self.strategy.forward(self._prepare(inputs)), targets, reduction="sum")
-        (loss_sum * self.strategy.loss_factor / divided_by).backward()
+        (loss_sum / (divided_by / self.strategy.loss_factor)).backward()
         self.loss_sum += loss_sum.detach()
         self.samples_seen += len(targets)
 
@@ -316,8 +316,8 @@ class Trainer:
             self.loss_sum.fill_(sum(rank["loss_sum"] for rank in saved["ranks"]))
 
     def _precision(self) -> AbstractContextManager[None]:
-        autocast = torch.autocast(self.communicator.device.type, torch.bfloat16)
-        return autocast if self.config.precision == "bf16" else nullcontext()
+        bf16 = self.config.precision == "bf16"
+        return torch.autocast(self.communicator.device.type, torch.bfloat16) if bf16 else nullcontext()
 
     def _span(self, lane: str, name: str) -> AbstractContextManager[None]:
         return self.tracer.span(lane, name) if self.tracer else nullcontext()
@@ -325,7 +325,7 @@ class Trainer:
     def _batches(self, epoch: int) -> Iterator[tuple[Tensor, Share, Tensor | None]]:
         """For each step the indices and the share, and the next step's indices if they are known before."""
         shares = self.strategy.shares(self.train_size, self.config.batch_size, first_sample=self.samples_done)
-        drawn = batches(self.train_size, self.config.seed, epoch, shares)
+        drawn = batches(self.train_size, self.config.seed, epoch, shares, self.feeder.index_device)
         return looking_ahead(drawn) if self.strategy.knows_next_share else ((*each, None) for each in drawn)
 
     def _prepare(self, inputs: Tensor) -> Tensor:

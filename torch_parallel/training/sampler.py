@@ -27,9 +27,11 @@ def epoch_order(sample_count: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(sample_count, generator=torch.Generator().manual_seed(mixed))
 
 
-def batches(sample_count: int, seed: int, epoch: int, shares: Iterable[Share]) -> Iterator[tuple[Tensor, Share]]:
-    """The sample indices, int64 [b], of each of the shares."""
-    order = epoch_order(sample_count, seed, epoch)
+def batches(
+    sample_count: int, seed: int, epoch: int, shares: Iterable[Share], device: torch.device | str = "cpu"
+) -> Iterator[tuple[Tensor, Share]]:
+    """The sample indices, int64 [b] on `device`, of each of the shares."""
+    order = epoch_order(sample_count, seed, epoch).to(device)
     for share in shares:
         yield order[share.places], share
 

@@ -220,6 +220,11 @@ class Transport(ABC):
         self._acknowledge(self._unacknowledged)
         self._unacknowledged.clear()
 
+    @property
+    def is_read(self) -> bool:
+        """Whether peers may still be reading this rank's memory, until `settle` returns."""
+        return bool(self._unsettled)
+
     def settle(self, leave: int = 0) -> None:
         """Returns when no peer reads this rank's memory any more, so that it may be written.
 
