@@ -358,7 +358,7 @@ def test_the_host_does_not_wait_for_the_gpu(kind: str) -> None:
     """Feeding goes on while the stream that computes is held up: the event behind a long kernel has not come."""
     device = torch.device("cuda", 0)
     fed = made(kind, *samples(), device)
-    plan = steps([8, 8, 8, 8])
+    plan = [indices.to(fed.index_device) for indices in steps([8, 8, 8, 8])]
     for cycles in (100_000_000, 4_000_000_000):  # 2 s or so; the first use of kernels and memory may wait
         torch.cuda._sleep(cycles)
         held_up = torch.cuda.current_stream(device).record_event()
@@ -371,7 +371,7 @@ def test_the_host_does_not_wait_for_the_gpu(kind: str) -> None:
         torch.cuda.synchronize(device)
     assert held_up_to_the_end
     for (some_inputs, _), indices in zip(batches, plan, strict=True):
-        assert torch.equal(some_inputs.cpu(), samples()[0][indices])
+        assert torch.equal(some_inputs.cpu(), samples()[0][indices.cpu()])
 
 
 @marked(on_gpu)

@@ -50,8 +50,8 @@ class FiniteCheck:
 
     def __init__(self, buckets: list[Bucket], device: torch.device) -> None:
         self._buckets = buckets
-        self._later = _Sums(2 * len(buckets), device) if device.type == "cuda" else None
-        self._parts: dict[int, tuple[Parts, type[NotFinite]]] = {}  # of what the sums are, by their numbers
+        self._later = _Largest(2 * len(buckets), device) if device.type == "cuda" else None
+        self._looks: dict[int, tuple[Parts, type[NotFinite]]] = {}  # since the last `confirm`, by number
 
     def look_at_own(self, bucket: Bucket) -> None:
         """At the gradients that this rank is about to send."""
@@ -62,52 +62,62 @@ class FiniteCheck:
         self._look(len(self._buckets) + index, sums, parts, SumNotFinite)
 
     def _look(self, number: int, tensor: Tensor, parts: Parts, error: type[NotFinite]) -> None:
-        # The sum, in one pass; it may also overflow, so what is found is looked at again.
         if self._later is not None:
-            self._later.put_sum(number, tensor)
-            self._parts[number] = parts, error
+            self._later.put(number, tensor)
+            self._looks[number] = parts, error
+        # A tenth of what the largest magnitude takes here; but a sum may overflow, so what is found is looked at again.
         elif not math.isfinite(tensor.sum()) and (name := first_not_finite(parts)) is not None:
             raise error.of(name)
 
     def end_step(self) -> None:
-        if self._later is not None and self._parts:
+        if self._later is not None and self._looks:
             self._later.send()
 
     def confirm(self, late: bool = False) -> None:
         """Raises NotFinite for what the last step's looks have shown, if that has not been asked yet."""
         if self._later is None or not self._later.sent:
             return
-        sums = self._later.read()
-        for number, (parts, error) in self._parts.items():
-            if not math.isfinite(sums[number]) and (name := first_not_finite(parts)) is not None:
-                raise error.of(name, late)
+        largest, looks, self._looks = self._later.read(), self._looks, {}
+        for number, (parts, error) in looks.items():
+            if not math.isfinite(largest[number]):
+                # An in-place exchange has put the sums over this rank's own by now, but a NaN or an infinity into them.
+                raise error.of(first_not_finite(parts) or "a parameter", late)
 
 
-class _Sums:
-    """Sums that a GPU makes, and brings to the host."""
+class _Largest:
+    """The largest magnitudes in tensors, found on a GPU and brought to the host: not finite where one element is not.
+
+    A magnitude has its tensor's type, whose range it may need, so each has the bytes of the largest type.
+    """
+
+    BYTES = 8
 
     def __init__(self, count: int, device: torch.device) -> None:
-        self._sums = torch.zeros(count, device=device)
-        self._places = self._sums.unbind()
-        self._on_host = torch.zeros(count, pin_memory=True)
+        self._on_gpu = torch.zeros(count * self.BYTES, dtype=torch.uint8, device=device)
+        self._on_host = torch.zeros(count * self.BYTES, dtype=torch.uint8, pin_memory=True)
+        self._places: dict[int, tuple[Tensor, Tensor]] = {}  # of each number that was put: on the GPU, on the host
         self._arrival = torch.cuda.Event()
         self.sent = False
         """Whether there is something to read."""
 
-    def put_sum(self, number: int, tensor: Tensor) -> None:
-        torch.sum(tensor, dim=0, dtype=torch.float32, out=self._places[number])
+    def put(self, number: int, tensor: Tensor) -> None:
+        if number not in self._places:
+            start, stop = number * self.BYTES, number * self.BYTES + tensor.itemsize
+            on_gpu, on_host = (each[start:stop].view(tensor.dtype)[0] for each in (self._on_gpu, self._on_host))
+            self._places[number] = on_gpu, on_host
+        if tensor.numel():
+            torch.linalg.vector_norm(tensor, math.inf, out=self._places[number][0])
 
     def send(self) -> None:
-        self._on_host.copy_(self._sums, non_blocking=True)
-        self._arrival.record(torch.cuda.current_stream(self._sums.device.index))
+        self._on_host.copy_(self._on_gpu, non_blocking=True)
+        self._arrival.record(torch.cuda.current_stream(self._on_gpu.device.index))
         self.sent = True
 
-    def read(self) -> list[float]:
-        """Those that were sent last, once they are there."""
+    def read(self) -> dict[int, float]:
+        """Those that were sent last, by number, once they are there."""
         self._arrival.synchronize()
         self.sent = False
-        sums: list[float] = self._on_host.tolist()
-        return sums
+        return {number: on_host.item() for number, (_, on_host) in self._places.items()}
 
 
 def first_not_finite(parts: Parts) -> str | None:

@@ -1,0 +1,107 @@
+"""Gradients that are NaN or infinite are found, whatever their type, and those that are only huge are not taken for
+such."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from torch_parallel.gradients.buckets import Bucket
+from torch_parallel.gradients.finite import FiniteCheck, NotFinite, SumNotFinite
+from torch_parallel.transport.buffer import SharedBuffer
+
+on_gpu = pytest.param(
+    torch.device("cuda", 0),
+    id="gpu",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU")],
+)
+on_both = pytest.mark.parametrize("device", [pytest.param(torch.device("cpu"), id="cpu"), on_gpu])
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+
+
+def bucket_on(device: torch.device, dtype: torch.dtype) -> Bucket:
+    """Of a [3] and b [2, 2]; `gradients` are [7], all 1."""
+    parameters = [(name, nn.Parameter(torch.zeros(*shape, device=device, dtype=dtype))) for name, shape in SHAPES]
+
+    def share(numel: int, dtype: torch.dtype) -> SharedBuffer:
+        return SharedBuffer([torch.zeros(numel, dtype=dtype, device=device)], 0)
+
+    bucket = Bucket(0, parameters, share)
+    bucket.gradients.fill_(1.0)
+    return bucket
+
+
+SHAPES = (("a", (3,)), ("b", (2, 2)))
+
+
+def steps(check: FiniteCheck, *looks: Callable[[], object]) -> None:
+    """A step whose gradients are looked at so, and the beginning of the next one."""
+    for look in looks:
+        look()
+    check.end_step()
+    check.confirm(late=True)
+
+
+@on_both
+@every_dtype
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("place", "name"), [(2, "a"), (6, "b")])
+def test_it_is_named(device: torch.device, dtype: torch.dtype, value: float, place: int, name: str) -> None:
+    bucket = bucket_on(device, dtype)
+    check = FiniteCheck([bucket], device)
+    steps(check, lambda: check.look_at_own(bucket))
+    bucket.gradients[place] = value
+    late = device.type == "cuda"
+    with pytest.raises(NotFinite, match=f"^the gradient of {name} is NaN or infinite$") as raised:
+        steps(check, lambda: check.look_at_own(bucket))
+    assert raised.value.late == late and not isinstance(raised.value, SumNotFinite)
+    with pytest.raises(SumNotFinite, match=f"workers' gradients of {name} is NaN"):
+        steps(check, lambda: check.look_at_sums(0, bucket.gradients, bucket.named_views()))
+    bucket.gradients.fill_(1.0)
+    steps(check, lambda: check.look_at_own(bucket))
+
+
+@on_both
+@every_dtype
+def test_what_is_huge_is_finite(device: torch.device, dtype: torch.dtype) -> None:
+    """Also where its sum, and the sum of its squares, are not."""
+    bucket = bucket_on(device, dtype)
+    check = FiniteCheck([bucket], device)
+    bucket.gradients.fill_(torch.finfo(dtype).max)
+    steps(
+        check,
+        lambda: check.look_at_own(bucket),
+        lambda: check.look_at_sums(0, bucket.gradients, bucket.named_views()),
+        lambda: check.look_at_sums(0, bucket.gradients[:0], ()),
+    )
+
+
+@on_both
+def test_who_gave_what_is_huge_is_not_blamed_for_what_a_peer_added(device: torch.device) -> None:
+    """The sums lie where this rank's own gradients were when it is asked whose the infinity was."""
+    bucket = bucket_on(device, torch.float32)
+    check = FiniteCheck([bucket], device)
+    bucket.gradients.fill_(torch.finfo(torch.float32).max)
+    with pytest.raises(SumNotFinite):
+        steps(
+            check,
+            lambda: check.look_at_own(bucket),
+            lambda: bucket.gradients[:1].fill_(math.nan),
+            lambda: check.look_at_sums(0, bucket.gradients, bucket.named_views()),
+        )
+
+
+@on_both
+def test_buckets_of_several_types_are_looked_at_together(device: torch.device) -> None:
+    buckets = [bucket_on(device, torch.float64), bucket_on(device, torch.float32)]
+    buckets[1].index = 1
+    check = FiniteCheck(buckets, device)
+    buckets[0].gradients.fill_(1e300)
+    steps(check, *(lambda bucket=bucket: check.look_at_own(bucket) for bucket in buckets))
+    buckets[1].gradients[4] = math.inf
+    with pytest.raises(NotFinite, match="gradient of b is"):
+        steps(check, *(lambda bucket=bucket: check.look_at_own(bucket) for bucket in buckets))
