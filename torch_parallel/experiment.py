@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -116,19 +116,19 @@ class Grid:
     def _run_one(self, cell: Cell, seed: int) -> None:
         """One command in fresh processes; its rows are added when it has ended well, all of them or none."""
         place = self._runs / f"{time.time_ns()}"
+        place.mkdir(parents=True)
+        said = place / "said.txt"  # all of it: who speaks last need not be who failed first
         command = [sys.executable, *cell.words(seed), "--results_dir", str(place)]
-        with _ended_with_us(command, {**os.environ, **cell.variables}) as process:
+        variables = {**os.environ, "PYTHONUNBUFFERED": "1", **cell.variables}  # its lines in the order of their writing
+        with open(said, "w") as opened, _ended_with_us(command, variables, opened) as process:
             try:
-                output, errors = process.communicate(timeout=RUN_LIMIT_S)
+                how_it_ended = f"exit code {process.wait(RUN_LIMIT_S)}"
             except subprocess.TimeoutExpired:
-                raise ExperimentError(f"{cell.command(seed)}: not done after {RUN_LIMIT_S:.0f} s") from None
+                how_it_ended = f"not done after {RUN_LIMIT_S:.0f} s"
         if process.returncode:
-            said = place / "said.txt"  # who speaks last need not be who failed first
-            place.mkdir(parents=True, exist_ok=True)
-            said.write_text(output + errors)
-            last = (errors or output).strip().splitlines() or ["it said nothing"]
+            last = said.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
             raise ExperimentError(
-                f"{cell.command(seed)}: exit code {process.returncode}: {last[-1]} (all that it said: {said}); "
+                f"{cell.command(seed)}: {how_it_ended}: {last[-1]} (all that it said: {said}); "
                 "the runs before it are kept: the same command goes on"
             )
         (table,) = place.glob("*/runs.csv")
@@ -161,16 +161,10 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ended_with_us(command: list[str], variables: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+def _ended_with_us(command: list[str], variables: dict[str, str], output: TextIO) -> Iterator[subprocess.Popen[bytes]]:
     """A program that is ended if the block is left early, and all processes that it started with it."""
     process = subprocess.Popen(
-        command,
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=_root(),
-        start_new_session=True,
+        command, env=variables, stdout=output, stderr=subprocess.STDOUT, cwd=_root(), start_new_session=True
     )
     try:
         yield process
