@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
 from torch_parallel.workloads import DATASETS, DataError, Dataset, load_dataset
+from torch_parallel.workloads import digits as digits_module
 from torch_parallel.workloads.data import search_folders
 
 
@@ -86,6 +89,19 @@ def test_digits() -> None:
     assert abs(fed.mean().item()) < 1e-3 and abs(fed.std().item() - 1) < 1e-3
     counts = torch.cat((digits.train_targets, digits.test_targets)).bincount()
     assert counts.tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]  # all 1,797, as UCI counts them
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_digits_are_those_of_scikit_learn(found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its file, and, where that is not found, by its own function."""
+    from sklearn.datasets import load_digits
+
+    if not found:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    images, targets = digits_module._images_and_digits()
+    theirs = load_digits()
+    assert numpy.array_equal(images, theirs.images) and numpy.array_equal(targets, theirs.target)
+    assert (images.dtype, targets.dtype) == (theirs.images.dtype, theirs.target.dtype)
 
 
 def test_digits_split_is_the_same_in_every_run_and_disjoint() -> None:

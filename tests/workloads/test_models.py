@@ -239,6 +239,7 @@ def test_torchvision_and_sklearn_are_imported_only_where_needed() -> None:
     script = (
         "import sys; from torch_parallel.workloads import build_model, load_dataset;"
         "build_model('mlp', (1, 8, 8), 10); build_model('cnn', (1, 8, 8), 10);"
+        "load_dataset('digits', None, None, 0);"
         "assert not {'torchvision', 'sklearn'} & set(sys.modules)"
     )
     root = Path(workloads.__file__).parents[2]
