@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from torch_parallel import bench, launch
-from torch_parallel.bench import collectives, compare, gpu, mpi, operations, step
+from torch_parallel.bench import collectives, compare, gpu, mpi, operations, sides, step
 from torch_parallel.bench.collectives import Timing
 from torch_parallel.collectives import ALL_REDUCE
 from torch_parallel.communicator import Communicator
@@ -166,7 +166,7 @@ def test_mpi_performs_the_same_operations() -> None:
 def test_an_epoch_beside_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Three workers: their sums are rounded in another order than DDP's, so the difference is small and not zero."""
     bench.main(
-        ["epoch", "--n_gpus", "3", "--dataset", "digits", "--train_size", "300", "--repeats", "2"]
+        ["epoch", "--n_gpus", "3", "--device", "cpu", "--dataset", "digits", "--train_size", "300", "--repeats", "2"]
         + ["--results_dir", str(tmp_path)]
     )
     rows, manifest = figures(tmp_path)
@@ -177,14 +177,14 @@ def test_an_epoch_beside_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert len(times) == 2 and min(times) > 0
         assert float(row["median_s"]) == pytest.approx(sum(times) / 2)
         medians.append(float(row["median_s"]))
-    assert 0 < manifest["largest_difference_of_parameters"] < 1e-6
+    assert 0 < manifest["difference_of_parameters"] < 1e-6
     assert manifest["data"] == "digits from scikit-learn's 8x8 digits; 300 of 1437 training samples"
     assert manifest["status"] == "completed"
     output = capsys.readouterr().out
     ratio = re.search(r"takes (\S+) of ddp's time; parameters differ by (\S+) of their norm", output)
     assert ratio is not None
     assert float(ratio[1]) == pytest.approx(medians[0] / medians[1], abs=1e-3)
-    assert float(ratio[2]) == pytest.approx(manifest["largest_difference_of_parameters"], rel=0.1)
+    assert float(ratio[2]) == pytest.approx(manifest["difference_of_parameters"], rel=0.1)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -192,6 +192,7 @@ def test_steps_beside_ddp(optimizer: str, tmp_path: Path, capsys: pytest.Capture
     """A server too, which is one process more. The sides train the same: their parameters differ by rounding."""
     bench.main(
         ["step", "--strategy", *KINDS, "--parameters_m", "0.1", "--steps", "2", "--repeats", "3"]
+        + ["--device", "cpu", "--n_gpus", "2"]
         + ["--optimizer", optimizer, "--batch_size", "5", "--results_dir", str(tmp_path)]
     )
     (alone, *rows), manifest = figures(tmp_path)
@@ -217,6 +218,29 @@ def test_steps_beside_ddp(optimizer: str, tmp_path: Path, capsys: pytest.Capture
         ratio = float(theirs["median_s"]) / float(ours["median_s"])
         assert float(ours["times_faster_than_ddp"]) == pytest.approx(ratio, rel=1e-2)
         assert float(theirs["times_faster_than_ddp"]) == float(theirs["part_of_ddps_memory"] or 1) == 1
+
+
+@pytest.mark.parametrize(("gpus", "chosen"), [(0, (2, "cpu")), (1, (2, "cpu")), (4, (4, "cuda"))])
+def test_without_arguments_it_takes_what_train_py_takes(
+    gpus: int, chosen: tuple[int, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    options = step._parse([])
+    assert (options.n_gpus, options.device) == chosen
+    assert ("training on the CPU with 2 processes" in capsys.readouterr().out) == (chosen[1] == "cpu")
+
+
+def test_how_far_two_models_are_apart() -> None:
+    """Parameters (3, 4 | 0) and (3, 4 | 1): 1 apart, of a norm of sqrt(26)."""
+    models = [torch.nn.Linear(2, 1) for _ in range(2)]
+    for model, bias in zip(models, (0.0, 1.0), strict=True):
+        torch.nn.init.constant_(model.bias, bias)
+        model.weight.data = torch.tensor([[3.0, 4.0]])
+    assert sides.difference_of(*models) == pytest.approx(1 / 26**0.5)
+    assert sides.difference_of(models[0], models[0]) == 0
+    for parameter in models[0].parameters():
+        torch.nn.init.zeros_(parameter)
+    assert sides.difference_of(models[0], models[0]) == 0
 
 
 @pytest.mark.parametrize("parameters", [1_000, 100_000, 25_000_000])
@@ -336,7 +360,7 @@ def test_an_epoch_beside_ddp_on_gpus(tmp_path: Path) -> None:
     bench.main(["epoch", *options, "--results_dir", str(tmp_path)])
     rows, manifest = figures(tmp_path)
     assert [row["side"] for row in rows] == ["ring_all_reduce", "ddp"]
-    assert manifest["device"] == "cuda" and 0 <= manifest["largest_difference_of_parameters"] < 1e-3
+    assert manifest["device"] == "cuda" and 0 <= manifest["difference_of_parameters"] < 1e-3
 
 
 @pytest.mark.gpu

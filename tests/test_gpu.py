@@ -111,9 +111,16 @@ class NotANumberInThirdForward(nn.Module):
         return self.layer(images.flatten(1)) * (torch.nan if self.forwards == 3 else 1.0)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+how_exchanged = pytest.mark.parametrize(
+    "how",
+    [{"overlap": False}, {"overlap": True}, {"overlap": True, "bucket_mb": 0.001}],
+    ids=["after backward", "one bucket", "two buckets"],
+)
+
+
+@how_exchanged
 def test_a_gradient_that_is_not_finite_is_named_with_its_step_though_it_is_looked_at_later(
-    tmp_path: Path, overlap: bool
+    tmp_path: Path, how: dict[str, Any]
 ) -> None:
     """The third step of four or more, and the last one of an epoch."""
     for train_size in (None, 48):
@@ -123,8 +130,8 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_step_though_it_is_looke
             batch_size=16,
             epochs=2,
             train_size=train_size,
-            overlap=overlap,
             results_dir=str(tmp_path),
+            **how,
         )
         with pytest.raises(WorkerFailure, match=r"NotFinite: .* layer\.\w+ is .* in step 3 of epoch 1 on rank"):
             train(configuration, make_model=NotANumberInThirdForward, dataset=made_up_dataset(), verbose=False)
@@ -139,10 +146,10 @@ class NotANumberOnSecondGPU(NotANumberInThirdForward):
         return super().forward(images)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_the_rank_is_named_whose_gradient_was_not_finite(tmp_path: Path, overlap: bool) -> None:
+@how_exchanged
+def test_the_rank_is_named_whose_gradient_was_not_finite(tmp_path: Path, how: dict[str, Any]) -> None:
     """The others see it in the sum, in the same step, and may say so first."""
-    configuration = RunConfig(n_gpus=2, device="cuda", batch_size=16, overlap=overlap, results_dir=str(tmp_path))
+    configuration = RunConfig(n_gpus=2, device="cuda", batch_size=16, results_dir=str(tmp_path), **how)
     with pytest.raises(
         WorkerFailure, match=r"rank 1 failed: NotFinite: the gradient of layer\.\w+ .* in step 3 of epoch 1 on rank 1"
     ):

@@ -89,9 +89,11 @@ class StatusReporter:
         self._text = board._bytes[rank * _RECORD_BYTES + 8 * _FIELDS : (rank + 1) * _RECORD_BYTES]
         self.beat()
 
-    def phase(self, phase: int) -> None:
-        """One of the constants above."""
+    def phase(self, phase: int) -> int:
+        """One of the constants above. Returns the one before."""
+        before: int = self._fields[_PHASE]
         self._fields[_PHASE] = phase
+        return before
 
     def step(self, epoch: int, step: int, samples: int) -> None:
         """A new step, counted from 1, and the samples of this epoch that all workers have done before it."""

@@ -14,12 +14,15 @@ from torch_parallel.gradients.buckets import Bucket
 from torch_parallel.gradients.finite import FiniteCheck, NotFinite, SumNotFinite
 from torch_parallel.transport.buffer import SharedBuffer
 
+CPU = torch.device("cpu")
 on_gpu = pytest.param(
     torch.device("cuda", 0),
-    id="gpu",
+    id="later, on a gpu",
     marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU")],
 )
-on_both = pytest.mark.parametrize("device", [pytest.param(torch.device("cpu"), id="cpu"), on_gpu])
+at_once_and_later = pytest.mark.parametrize(
+    "enqueues_on", [pytest.param(None, id="at once"), pytest.param(CPU, id="later"), on_gpu]
+)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 
 
@@ -46,31 +49,30 @@ def steps(check: FiniteCheck, *looks: Callable[[], object]) -> None:
     check.confirm(late=True)
 
 
-@on_both
+@at_once_and_later
 @every_dtype
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(("place", "name"), [(2, "a"), (6, "b")])
-def test_it_is_named(device: torch.device, dtype: torch.dtype, value: float, place: int, name: str) -> None:
-    bucket = bucket_on(device, dtype)
-    check = FiniteCheck([bucket], device)
+def test_it_is_named(enqueues_on: torch.device | None, dtype: torch.dtype, value: float, place: int, name: str) -> None:
+    bucket = bucket_on(enqueues_on or CPU, dtype)
+    check = FiniteCheck([bucket], enqueues_on)
     steps(check, lambda: check.look_at_own(bucket))
     bucket.gradients[place] = value
-    late = device.type == "cuda"
     with pytest.raises(NotFinite, match=f"^the gradient of {name} is NaN or infinite$") as raised:
         steps(check, lambda: check.look_at_own(bucket))
-    assert raised.value.late == late and not isinstance(raised.value, SumNotFinite)
+    assert raised.value.late == (enqueues_on is not None) and not isinstance(raised.value, SumNotFinite)
     with pytest.raises(SumNotFinite, match=f"workers' gradients of {name} is NaN"):
         steps(check, lambda: check.look_at_sums(0, bucket.gradients, bucket.named_views()))
     bucket.gradients.fill_(1.0)
     steps(check, lambda: check.look_at_own(bucket))
 
 
-@on_both
+@at_once_and_later
 @every_dtype
-def test_what_is_huge_is_finite(device: torch.device, dtype: torch.dtype) -> None:
+def test_what_is_huge_is_finite(enqueues_on: torch.device | None, dtype: torch.dtype) -> None:
     """Also where its sum, and the sum of its squares, are not."""
-    bucket = bucket_on(device, dtype)
-    check = FiniteCheck([bucket], device)
+    bucket = bucket_on(enqueues_on or CPU, dtype)
+    check = FiniteCheck([bucket], enqueues_on)
     bucket.gradients.fill_(torch.finfo(dtype).max)
     steps(
         check,
@@ -80,11 +82,11 @@ def test_what_is_huge_is_finite(device: torch.device, dtype: torch.dtype) -> Non
     )
 
 
-@on_both
-def test_who_gave_what_is_huge_is_not_blamed_for_what_a_peer_added(device: torch.device) -> None:
+@at_once_and_later
+def test_who_gave_what_is_huge_is_not_blamed_for_what_a_peer_added(enqueues_on: torch.device | None) -> None:
     """The sums lie where this rank's own gradients were when it is asked whose the infinity was."""
-    bucket = bucket_on(device, torch.float32)
-    check = FiniteCheck([bucket], device)
+    bucket = bucket_on(enqueues_on or CPU, torch.float32)
+    check = FiniteCheck([bucket], enqueues_on)
     bucket.gradients.fill_(torch.finfo(torch.float32).max)
     with pytest.raises(SumNotFinite):
         steps(
@@ -95,11 +97,11 @@ def test_who_gave_what_is_huge_is_not_blamed_for_what_a_peer_added(device: torch
         )
 
 
-@on_both
-def test_buckets_of_several_types_are_looked_at_together(device: torch.device) -> None:
-    buckets = [bucket_on(device, torch.float64), bucket_on(device, torch.float32)]
+@at_once_and_later
+def test_buckets_of_several_types_are_looked_at_together(enqueues_on: torch.device | None) -> None:
+    buckets = [bucket_on(enqueues_on or CPU, torch.float64), bucket_on(enqueues_on or CPU, torch.float32)]
     buckets[1].index = 1
-    check = FiniteCheck(buckets, device)
+    check = FiniteCheck(buckets, enqueues_on)
     buckets[0].gradients.fill_(1e300)
     steps(check, *(lambda bucket=bucket: check.look_at_own(bucket) for bucket in buckets))
     buckets[1].gradients[4] = math.inf

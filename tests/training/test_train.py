@@ -7,6 +7,8 @@ import json
 import math
 import os
 import random
+import re
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -472,3 +474,40 @@ def test_targets_that_are_no_classes(run: Callable[..., TrainingRun]) -> None:
     dataset = points(8)
     with pytest.raises(WorkerFailure, match="out of bounds"):
         run(2, make_model=linear, dataset=made(dataset.train_inputs, dataset.train_targets + 2))
+
+
+class KilledWhileItComputes(nn.Module):
+    """In its third forward, or in its third backward at the first layer, when the last one's bucket has left."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 4), nn.Linear(4, 2)
+        self.where, self.steps = where, 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.steps += self.training
+        hidden = self.first(inputs)
+        if self.steps == 3 and self.where == "forward":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.steps == 3:
+            hidden.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+        return self.last(hidden)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "where", "options"),
+    [
+        ("ring_all_reduce", "forward", {}),
+        ("param_server", "forward", {}),  # whose workers' memory may still be read when a step begins
+        ("ring_all_reduce", "backward", {"overlap": True, "bucket_mb": 5e-5}),
+    ],
+)
+def test_who_computes_is_not_said_to_exchange(
+    strategy: str, where: str, options: dict[str, Any], run: Callable[..., TrainingRun]
+) -> None:
+    data = made(torch.randn(40, 2), torch.arange(40) % 2)
+    with pytest.raises(WorkerFailure, match=r"SIGKILL") as failed:
+        run(2, strategy, partial(KilledWhileItComputes, where), data, batch_size=4, **options)
+    said = [line for line in str(failed.value).splitlines() if re.match(r"  rank \d was ", line)]
+    killed = failed.value.rank
+    assert f"  rank {killed} was computing step 3 of epoch 1" in said

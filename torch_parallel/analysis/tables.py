@@ -88,15 +88,16 @@ def _short(microseconds: float) -> str:
     return f"{microseconds:,.1f}" if microseconds < 100 else f"{microseconds:,.0f}"
 
 
-def epoch_note(results_dir: str | Path = "results") -> str:
+def epoch_note(results_dir: str | Path = "results", bench: str = "bench_epoch") -> str:
     """An epoch of training beside DistributedDataParallel, in turns in the same processes."""
-    folder = newest("bench_epoch", results_dir)
+    folder = newest(bench, results_dir)
     ours, theirs = bench_rows(folder)
     about = manifest(folder)
     ours_s, theirs_s = json.loads(ours["all_s"]), json.loads(theirs["all_s"])
     ratio = float(ours["median_s"]) / float(theirs["median_s"])
+    processes = f"{about['n']} processes" if about["n"] > 1 else "process"
     return (
-        f"In turns in the same {about['n']} processes, {len(ours_s)} epochs each, an epoch of `{about['model']}` takes "
+        f"In turns in the same {processes}, {len(ours_s)} epochs each, an epoch of `{about['model']}` takes "
         f"{_with_spread(ours_s, '.2f')} s with {ours['side']} and {_with_spread(theirs_s, '.2f')} s with "
         f"DistributedDataParallel: {ratio:.2f} of its time. {machine_told(about)}, {about['started'][:10]}, from "
         f"`{folder.relative_to(results_dir)}` (commit {commit_told(about)})."
@@ -143,6 +144,10 @@ def gpu_step_table(results_dir: str | Path = "results") -> str:
     return step_table(results_dir, "bench_step_gpu")
 
 
+def gpu_epoch_note(results_dir: str | Path = "results") -> str:
+    return epoch_note(results_dir, "bench_epoch_gpu")
+
+
 def _with_spread(values: list[float], how: str) -> str:
     middle, least, largest = (format(value, how) for value in spread(values))
     return f"{middle} ({least} to {largest})"
@@ -152,6 +157,7 @@ TABLES = {
     "experiments": experiments_table,
     "bench": bench_table,
     "epoch": epoch_note,
+    "epoch_gpu": gpu_epoch_note,
     "step": step_table,
     "step_gpu": gpu_step_table,
     "nccl": nccl_table,

@@ -65,6 +65,10 @@ class Setting:
         return nn.Sequential(*(part for layer in layers[:-1] for part in (layer, nn.ReLU())), layers[-1])
 
     @property
+    def bucket_bytes(self) -> int:
+        return int(self.bucket_mb * 2**20)
+
+    @property
     def image_shape(self) -> tuple[int, int, int]:
         channels, height, width = IMAGES[self.model]
         return channels, self.image_side or height, self.image_side or width
@@ -97,7 +101,7 @@ class OurSide:
             self.model,
             setting.make_optimizer,
             communicator,
-            bucket_bytes=int(setting.bucket_mb * 2**20),
+            bucket_bytes=setting.bucket_bytes,
             **({} if name == plain_name else {"overlap": True}),
         )
 
@@ -148,6 +152,19 @@ class DdpSide(PlainSide):
 
 def make_side(communicator: Communicator, setting: Setting, name: str) -> OurSide | DdpSide:
     return DdpSide(communicator, setting) if name == DDP else OurSide(communicator, setting, name)
+
+
+def difference_of(some: nn.Module, others: nn.Module) -> float:
+    """How far apart the parameters of two models are, as a part of their norm.
+
+    Of all together: a tensor of its own may be so small that rounding is a large part of it.
+    """
+    with torch.no_grad():
+        pairs = [
+            (one.double(), other.double()) for one, other in zip(some.parameters(), others.parameters(), strict=True)
+        ]
+        apart = sum(float((one - other).square().sum()) for one, other in pairs)
+        return math.sqrt(apart / (sum(float(other.square().sum()) for _, other in pairs) or 1.0))
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from torch_parallel.bench import gpu_profile
 from torch_parallel.bench.common import recorded, save, start_group, write_table
@@ -38,11 +37,13 @@ from torch_parallel.bench.sides import (
     OurSide,
     PlainSide,
     Setting,
+    difference_of,
     make_side,
     memory_bytes,
 )
 from torch_parallel.communicator import Communicator
 from torch_parallel.devices import choose_processes, threads_per_worker
+from torch_parallel.gradients.buckets import cut_into_buckets
 from torch_parallel.launcher import launch
 from torch_parallel.results import RunFolder
 from torch_parallel.strategies import FROM_SCRATCH
@@ -72,7 +73,7 @@ def time_steps(
             _meet(communicator)
             if repeat >= 0:
                 seconds[side].append((time.perf_counter() - start_s) / steps)
-    difference = _difference(ours.model, theirs.model) if not theirs.idle else 0.0
+    difference = difference_of(ours.model, theirs.model) if not theirs.idle else 0.0
     work = {}
     if communicator.device.type == "cuda":
         for side, step in sides.items():
@@ -91,13 +92,6 @@ def _meet(communicator: Communicator) -> None:
     if communicator.device.type == "cuda":
         torch.cuda.synchronize(communicator.device)
     communicator.barrier()
-
-
-def _difference(ours: nn.Module, theirs: nn.Module) -> float:
-    """The largest over the tensors, as a part of the tensor's norm."""
-    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-    with torch.no_grad():
-        return max(float((our - their).norm() / their.norm()) for our, their in pairs)
 
 
 def time_alone(communicator: Communicator, setting: Setting, steps: int, repeats: int) -> list[float]:
@@ -132,10 +126,12 @@ def measure_memory(communicator: Communicator, setting: Setting, name: str, step
 
 def bench_step(arguments: list[str]) -> None:
     options = _parse(arguments)
-    _, device, _ = choose_processes(options.n_gpus, options.device)
+    device = options.device
     setting = _setting(options, device)
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in setting.make_model().parameters())
+        model = setting.make_model()
+        size = sum(parameter.numel() for parameter in model.parameters())
+        bucket_count = len(cut_into_buckets(model.named_parameters(), setting.bucket_bytes))
     entries = {"parameters": size, **{key: value for key, value in asdict(setting).items() if key != "parameters"}}
     print(f"{size:,} parameters, {options.n_gpus} workers on {device}, {setting}")
     folder = RunFolder(options.results_dir, f"bench_step_{setting.model}_n{options.n_gpus}")
@@ -143,7 +139,8 @@ def bench_step(arguments: list[str]) -> None:
     with recorded(folder, n=options.n_gpus, device=device, **entries):
         for name in options.strategy:
             bench.compare(name)
-            if device == "cuda" and "overlap" in FROM_SCRATCH[name].options:
+            # one bucket has nothing to run beside
+            if device == "cuda" and "overlap" in FROM_SCRATCH[name].options and bucket_count > 1:
                 bench.compare(name + OVERLAPPING)
     for row in bench.rows:
         print(_line(row))
@@ -245,7 +242,7 @@ def _parse(arguments: list[str]) -> Any:
         choices=tuple(FROM_SCRATCH),
         help=f"strategies, each beside ddp (default: {' '.join(DEFAULT_STRATEGIES)})",
     )
-    parser.add_argument("--n_gpus", type=int, default=2, help="workers (default: 2)")
+    parser.add_argument("--n_gpus", type=int, help="workers (default: all GPUs, or 2 on the CPU)")
     parser.add_argument("--device", choices=DEVICES, default="auto", help="where they train (default: auto)")
     parser.add_argument("--model", choices=("mlp", *IMAGES), default="mlp", help="model (default: mlp)")
     parser.add_argument("--parameters_m", type=float, default=25, help="millions of parameters of mlp (default: 25)")
@@ -262,8 +259,11 @@ def _parse(arguments: list[str]) -> Any:
     parser.add_argument("--results_dir", default="results/runs", help="folder for a folder with the figures")
     options = parser.parse_args(arguments)
     for name in ("n_gpus", "steps", "repeats"):
-        if getattr(options, name) < 1:
+        if getattr(options, name) is not None and getattr(options, name) < 1:
             raise ConfigError(f"--{name} {getattr(options, name)}: it must be at least 1")
+    options.n_gpus, options.device, line = choose_processes(options.n_gpus, options.device)
+    if line is not None:
+        print(line)
     if options.batch_size < options.n_gpus:
         raise ConfigError(f"--batch_size {options.batch_size}: each of the {options.n_gpus} workers needs a sample")
     for name in ("parameters_m", "bucket_mb", "ddp_bucket_mb"):

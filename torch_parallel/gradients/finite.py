@@ -44,13 +44,13 @@ class SumNotFinite(NotFinite):
 class FiniteCheck:
     """Looks at every bucket twice a step: at this rank's gradients, and at the sums. Raises NotFinite, sooner or later.
 
-    Later is where `device` is a GPU: of what was looked at before `end_step`, `confirm` says what there was to say. It
-    is due before the gradients are written again, and before the next `end_step`.
+    Later is where `enqueues_on` is the device that gradients are on: of what was looked at before `end_step`, `confirm`
+    says what there was to say. It is due before the gradients are written again, and before the next `end_step`.
     """
 
-    def __init__(self, buckets: list[Bucket], device: torch.device) -> None:
+    def __init__(self, buckets: list[Bucket], enqueues_on: torch.device | None = None) -> None:
         self._buckets = buckets
-        self._later = _Largest(2 * len(buckets), device) if device.type == "cuda" else None
+        self._later = _Largest(2 * len(buckets), enqueues_on) if enqueues_on is not None else None
         self._looks: dict[int, tuple[Parts, type[NotFinite]]] = {}  # since the last `confirm`, by number
 
     def look_at_own(self, bucket: Bucket) -> None:
@@ -65,7 +65,7 @@ class FiniteCheck:
         if self._later is not None:
             self._later.put(number, tensor)
             self._looks[number] = parts, error
-        # A tenth of what the largest magnitude takes here; but a sum may overflow, so what is found is looked at again.
+        # A fraction of what the largest magnitude takes here; but it may overflow, so what is found is looked at again.
         elif not math.isfinite(tensor.sum()) and (name := first_not_finite(parts)) is not None:
             raise error.of(name)
 
@@ -80,12 +80,13 @@ class FiniteCheck:
         largest, looks, self._looks = self._later.read(), self._looks, {}
         for number, (parts, error) in looks.items():
             if not math.isfinite(largest[number]):
-                # An in-place exchange has put the sums over this rank's own by now, but a NaN or an infinity into them.
+                # An in-place exchange has put the sums over this rank's own by now. They are not finite either; where a
+                # peer had a NaN in the same bucket too, the name may be that of the peer's.
                 raise error.of(first_not_finite(parts) or "a parameter", late)
 
 
 class _Largest:
-    """The largest magnitudes in tensors, found on a GPU and brought to the host: not finite where one element is not.
+    """The largest magnitudes in tensors, found on a device and brought to the host: not finite where an element is not.
 
     A magnitude has its tensor's type, whose range it may need, so each has the bytes of the largest type.
     """
@@ -93,29 +94,32 @@ class _Largest:
     BYTES = 8
 
     def __init__(self, count: int, device: torch.device) -> None:
-        self._on_gpu = torch.zeros(count * self.BYTES, dtype=torch.uint8, device=device)
-        self._on_host = torch.zeros(count * self.BYTES, dtype=torch.uint8, pin_memory=True)
-        self._places: dict[int, tuple[Tensor, Tensor]] = {}  # of each number that was put: on the GPU, on the host
-        self._arrival = torch.cuda.Event()
+        on_gpu = device.type == "cuda"
+        self._on_device = torch.zeros(count * self.BYTES, dtype=torch.uint8, device=device)
+        self._on_host = torch.zeros(count * self.BYTES, dtype=torch.uint8, pin_memory=on_gpu)
+        self._places: dict[int, tuple[Tensor, Tensor]] = {}  # of each number that was put: on the device, on the host
+        self._arrival = torch.cuda.Event() if on_gpu else None
         self.sent = False
         """Whether there is something to read."""
 
     def put(self, number: int, tensor: Tensor) -> None:
         if number not in self._places:
             start, stop = number * self.BYTES, number * self.BYTES + tensor.itemsize
-            on_gpu, on_host = (each[start:stop].view(tensor.dtype)[0] for each in (self._on_gpu, self._on_host))
-            self._places[number] = on_gpu, on_host
+            on_device, on_host = (each[start:stop].view(tensor.dtype)[0] for each in (self._on_device, self._on_host))
+            self._places[number] = on_device, on_host
         if tensor.numel():
             torch.linalg.vector_norm(tensor, math.inf, out=self._places[number][0])
 
     def send(self) -> None:
-        self._on_host.copy_(self._on_gpu, non_blocking=True)
-        self._arrival.record(torch.cuda.current_stream(self._on_gpu.device.index))
+        self._on_host.copy_(self._on_device, non_blocking=True)
+        if self._arrival is not None:
+            self._arrival.record(torch.cuda.current_stream(self._on_device.device.index))
         self.sent = True
 
     def read(self) -> dict[int, float]:
         """Those that were sent last, by number, once they are there."""
-        self._arrival.synchronize()
+        if self._arrival is not None:
+            self._arrival.synchronize()
         self.sent = False
         return {number: on_host.item() for number, (_, on_host) in self._places.items()}
 

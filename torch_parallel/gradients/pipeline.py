@@ -7,9 +7,9 @@ Buckets are in reverse order of use, so the first is complete when backward has 
 them when a gradient has come; a bucket that is complete leaves unless an earlier one has not left yet, so all ranks
 exchange in the same order, whatever their gradients come in. What no gradient came for leaves when backward is over.
 
-On GPUs buckets leave on a stream of their own. It waits for the gradients, and the stream that computes waits for it
-when backward is over: until then both have work. Where the host itself exchanges, it does so in the middle of backward,
-which overlaps with nothing, but finds the gradients in its caches.
+On GPUs buckets leave, if there are several, on a stream of their own. It waits for the gradients, and the stream that
+computes waits for it when backward is over: until then both have work. Where the host itself exchanges, it does so in
+the middle of backward, which overlaps with nothing, but finds the gradients in its caches.
 (Li et al., "PyTorch Distributed: experiences on accelerating data parallel training", 2020, section 3.2.3.)
 """
 

@@ -160,9 +160,10 @@ class Strategy(ABC):
     @contextmanager
     def _updating(self, bucket_index: int) -> Iterator[None]:
         start_s = time.perf_counter()
-        self.communicator.status.phase(UPDATING)
+        before = self.communicator.status.phase(UPDATING)
         with self._measured_by(self.update_clock):
             yield
+        self.communicator.status.phase(before)  # backward may go on; after an error it stays what it was
         if self.on_update is not None:
             self.communicator.transport.synchronize()
             self.on_update(bucket_index, start_s, time.perf_counter())

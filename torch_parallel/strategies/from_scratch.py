@@ -44,8 +44,8 @@ class FromScratch(Strategy):
     """A strategy of ours: gradients in buckets that peers can read, and one optimizer a bucket where updates are made.
 
     With `overlap` buckets are exchanged during the last backward of a step, if that is wrapped in `synchronising`, on
-    GPUs on a stream of their own. Raises ValueError for a model without trainable parameters, and for `overlap` of a
-    strategy that exchanges all at once.
+    GPUs, if there are several, on a stream of their own. Raises ValueError for a model without trainable parameters,
+    and for `overlap` of a strategy that exchanges all at once.
     """
 
     one_bucket: ClassVar[bool] = False
@@ -76,7 +76,7 @@ class FromScratch(Strategy):
         if stream is not None:
             self.transport.leave_room()
         self._pipeline = Pipeline(self.buckets, self._exchange, stream)
-        self._finite = FiniteCheck(self.buckets, self.communicator.device if enqueues else torch.device("cpu"))
+        self._finite = FiniteCheck(self.buckets, self.communicator.device if enqueues else None)
         self._make_optimizers(optimizer_factory)
 
     def _make_optimizers(self, optimizer_factory: OptimizerFactory) -> None:
@@ -217,9 +217,10 @@ class FromScratch(Strategy):
 
     @contextmanager
     def _exchanging(self) -> Iterator[None]:
-        self.communicator.status.phase(EXCHANGING)
+        before = self.communicator.status.phase(EXCHANGING)
         with self._measured_by(self.exchange_clock):
             yield
+        self.communicator.status.phase(before)  # backward may go on; after an error it stays what it was
 
     def _waiting_for_background(self) -> AbstractContextManager[None]:
         """What has left during backward and is not over when backward is counts as exchange."""

@@ -17,7 +17,8 @@ class Stopwatch:
     """Seconds of all blocks it was `running` around. On a GPU they are read without waiting, until they are wanted."""
 
     def __init__(self, device: torch.device) -> None:
-        self._gpu = device.index if device.type == "cuda" else None
+        self._on_gpu = device.type == "cuda"
+        self._index = device.index
         self._total_s = 0.0
         self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._idle: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -35,13 +36,15 @@ class Stopwatch:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Around what is to be measured; on a GPU, of what it enqueues on the current stream."""
-        if self._gpu is None:
+        if not self._on_gpu:
             start_s = time.perf_counter()
             yield
             self._total_s += time.perf_counter() - start_s
             return
         start, end = self._idle.pop() if self._idle else (_event(), _event())
-        stream = torch.cuda.current_stream(self._gpu)  # which an event would look for by itself, twice and more slowly
+        stream = torch.cuda.current_stream(
+            self._index
+        )  # which an event would look for by itself, twice and more slowly
         start.record(stream)
         yield
         end.record(stream)

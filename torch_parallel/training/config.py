@@ -148,8 +148,9 @@ class RunConfig:
     )
     overlap: bool | None = flag(
         None,
-        "exchange each bucket as soon as backward has made its gradients, not when backward is over (default: on GPUs, "
-        "if nothing is emulated, and neither --steps_csv nor --trace asks for what it hides)",
+        "exchange each bucket as soon as backward has made its gradients, not when backward is over, which pays where "
+        "there are several (see --bucket_mb); default: on GPUs, if nothing is emulated, and neither --steps_csv nor "
+        "--trace asks for what it hides",
         own=True,
     )
     algorithm: str = flag(
