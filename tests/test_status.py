@@ -35,7 +35,9 @@ def test_a_rank_that_has_only_begun() -> None:
 def test_every_field_comes_back() -> None:
     board = new_board(3)
     reporter = board.reporter(1)
-    reporter.phase(EXCHANGING)
+    assert reporter.phase(COMPUTING) == STARTING
+    reporter.back_to(STARTING)
+    assert reporter.phase(EXCHANGING) == STARTING
     reporter.step(2, 17, 1088)
     reporter.waiting(2, "gradients of bucket 3, round 1")
     status = board.read(1)

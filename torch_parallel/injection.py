@@ -116,9 +116,10 @@ def faulty_worker(communicator: Communicator, job: Job, plan: Plan) -> dict[str,
     if trap is not None:
         enter_phase = communicator.status.phase
 
-        def phase(number: int) -> None:
-            enter_phase(number)
+        def phase(number: int) -> int:
+            before = enter_phase(number)
             trap.entered(number)
+            return before
 
         communicator.status.phase = phase  # type: ignore[assignment,method-assign]
         phase(STARTING)

@@ -95,6 +95,10 @@ class StatusReporter:
         self._fields[_PHASE] = phase
         return before
 
+    def back_to(self, phase: int) -> None:
+        """The phase before goes on."""
+        self._fields[_PHASE] = phase
+
     def step(self, epoch: int, step: int, samples: int) -> None:
         """A new step, counted from 1, and the samples of this epoch that all workers have done before it."""
         self._fields[_EPOCH] = epoch

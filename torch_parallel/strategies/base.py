@@ -163,7 +163,7 @@ class Strategy(ABC):
         before = self.communicator.status.phase(UPDATING)
         with self._measured_by(self.update_clock):
             yield
-        self.communicator.status.phase(before)  # backward may go on; after an error it stays what it was
+        self.communicator.status.back_to(before)  # after an error it stays what it was
         if self.on_update is not None:
             self.communicator.transport.synchronize()
             self.on_update(bucket_index, start_s, time.perf_counter())

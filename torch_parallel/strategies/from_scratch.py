@@ -220,7 +220,7 @@ class FromScratch(Strategy):
         before = self.communicator.status.phase(EXCHANGING)
         with self._measured_by(self.exchange_clock):
             yield
-        self.communicator.status.phase(before)  # backward may go on; after an error it stays what it was
+        self.communicator.status.back_to(before)  # after an error it stays what it was
 
     def _waiting_for_background(self) -> AbstractContextManager[None]:
         """What has left during backward and is not over when backward is counts as exchange."""
