@@ -10,7 +10,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -102,9 +101,8 @@ def bench_epoch(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         raise ConfigError(f"--repeats {options.repeats}: at least 1 epoch of each side is needed")
-    config = RunConfig(n_gpus=options.n_gpus, model=options.model, batch_size=options.batch_size)
     n, device, chosen = choose_processes(options.n_gpus, options.device)
-    config = replace(config, n_gpus=n, device=device)
+    config = RunConfig(n_gpus=n, model=options.model, batch_size=options.batch_size, device=device)
     if chosen is not None:
         print(chosen)
     dataset, line = load_dataset(options.dataset, options.data_dir, options.train_size, config.seed)
@@ -114,8 +112,8 @@ def bench_epoch(arguments: list[str]) -> None:
     job, shared = make_job(config, dataset, make_model)
     entries = {"model": options.model, "data": line, "batch_size": options.batch_size, "device": device}
     with recorded(folder, n=n, **entries), tempfile.TemporaryDirectory() as temporary:
-        arguments_of_all = (job, options.repeats, f"{temporary}/store")
-        seconds = launch(time_epochs, n, *arguments_of_all, shared=shared, device=device)[0]
+        given = (job, options.repeats, f"{temporary}/store")
+        seconds = launch(time_epochs, n, *given, shared=shared, device=device)[0]
     rows = []
     (difference,) = seconds.pop("difference of parameters")
     for side, times in seconds.items():

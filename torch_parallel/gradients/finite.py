@@ -65,7 +65,7 @@ class FiniteCheck:
         if self._later is not None:
             self._later.put(number, tensor)
             self._looks[number] = parts, error
-        # A fraction of what the largest magnitude takes here; but it may overflow, so what is found is looked at again.
+        # The sum takes a fraction of the time here, but may overflow: what is found is looked at again.
         elif not math.isfinite(tensor.sum()) and (name := first_not_finite(parts)) is not None:
             raise error.of(name)
 

@@ -42,9 +42,7 @@ class Stopwatch:
             self._total_s += time.perf_counter() - start_s
             return
         start, end = self._idle.pop() if self._idle else (_event(), _event())
-        stream = torch.cuda.current_stream(
-            self._index
-        )  # which an event would look for by itself, twice and more slowly
+        stream = torch.cuda.current_stream(self._index)  # each event would look for it by itself, and more slowly
         start.record(stream)
         yield
         end.record(stream)

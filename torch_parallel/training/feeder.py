@@ -24,7 +24,7 @@ RESIDENT_PART = 4
 
 
 class Feeder:
-    """Feeds from the host's memory, and waits for every copy: `inputs` [n, ...] and `targets` [n]."""
+    """Feeds from where `inputs` [n, ...] and `targets` [n] lie, and waits for every copy from there to the device."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, device: torch.device) -> None:
         self.inputs, self.targets, self.device = inputs, targets, device
@@ -72,10 +72,6 @@ class ResidentFeeder(Feeder):
 
     def __init__(self, inputs: Tensor, targets: Tensor, device: torch.device) -> None:
         super().__init__(inputs.to(device), targets.to(device), device)
-
-    def feed(self, indices: Tensor, parts: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        for part in indices.tensor_split(parts):
-            yield self.inputs[part], self.targets[part]
 
 
 class PrefetchingFeeder(Feeder):
