@@ -178,16 +178,19 @@ def test_a_run_that_fails_is_named_with_its_own_words(tmp_path: Path) -> None:
 def test_a_run_that_does_not_end_is_ended_and_named_with_its_own_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 10,000 epochs, which would take an hour."""
-    monkeypatch.setattr(experiment, "RUN_LIMIT_S", 12.0)
-    slow = {"dataset": "digits", "train_size": 64, "epochs": 10_000, "compute_ms": 500}
-    endless = Experiment("endless", [train_py("ring_all_reduce", 2, **slow)])
+    """A program that speaks within a fraction of a second, and would then sleep for an hour."""
+    program = tmp_path / "endless.py"
+    program.write_text("import os, time\nprint(os.getpid())\nprint('epoch 1')\ntime.sleep(3600)\n")
+    monkeypatch.setattr(experiment, "RUN_LIMIT_S", 5.0)
+    endless = Experiment("endless", [Cell(str(program), (), threads=1)])
     with pytest.raises(
-        experiment.ExperimentError, match=r" python train.py .*: not done after 12 s: .* \(all that it said: .*goes on"
+        experiment.ExperimentError,
+        match=r"endless\.py --seed 0: not done after 5 s: epoch 1 \(all that it said: .*goes on",
     ):
         Grid("endless", endless, (0,), str(tmp_path)).run()
     (said,) = tmp_path.glob("*/*/runs/*/said.txt")
-    assert "epoch 1/10000 " in said.read_text()
+    pid, epoch = said.read_text().splitlines()
+    assert epoch == "epoch 1" and not Path(f"/proc/{pid}").exists()
 
 
 def test_the_command_runs_a_small_grid_for_real(tmp_path: Path) -> None:
