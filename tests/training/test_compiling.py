@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from functools import partial
+from collections.abc import Callable
+from functools import partial, partialmethod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +34,30 @@ def test_names_stay_and_nothing_is_compiled_before_it_is_called() -> None:
     assert len(layers_of(model)) == 19  # MobileNetV2's features: the first convolution, 17 blocks, the last one
     compile_layers(model)
     assert list(model.state_dict()) == names
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks at it, tracing
+@pytest.mark.parametrize("name", ["cnn", "mobilenet_v2", "vit"])
+def test_every_layer_is_compiled_for_training_and_for_evaluation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a compiler that only notes what it was given: layers of one class have one code, and are many."""
+    torch._dynamo.reset()
+    compiled: list[torch.fx.GraphModule] = []
+
+    def note(graph: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    with_note = partialmethod(nn.Module.compile, backend=note)
+    monkeypatch.setattr(nn.Module, "compile", with_note)
+    model = build_model(name, (3, 32, 32), 10)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=8):
+        compile_layers(model)
+        for size in (4, 3):  # of a last batch too
+            model.train()(torch.rand(size, 3, 32, 32)).sum().backward()
+        with torch.no_grad():
+            model.eval()(torch.rand(4, 3, 32, 32))
+    assert compiled
+    torch._dynamo.reset()
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")

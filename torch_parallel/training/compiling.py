@@ -6,6 +6,7 @@ exchange to overlap with.
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 CONTAINERS = (nn.Sequential, nn.ModuleList)
@@ -14,7 +15,13 @@ FEWEST_LAYERS = 4
 
 def compile_layers(model: nn.Module) -> None:
     """Compiles each of the model's layers for itself, in place; names of parameters stay as they are."""
-    for layer in layers_of(model):
+    layers = layers_of(model)
+    # Layers of one class have their code in common. torch gives up compiling a piece of code anew after 8 times, and
+    # runs the other layers as they are; each of ours needs one for training, one for evaluation and one for a last,
+    # smaller batch.
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 4 * len(layers))
+    for layer in layers:
         layer.compile()
 
 
