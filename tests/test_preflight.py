@@ -65,12 +65,12 @@ def needing(nbytes: int, descriptors: int = 50) -> Needs:
 
 
 def test_too_little_memory_is_said_with_both_numbers_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "free_memory_bytes", lambda: 100 * 2**20)
-    check(needing(100 * 2**20))
+    monkeypatch.setattr(preflight, "free_memory_bytes", lambda: 500 * 2**20)
+    check(needing(116 * 2**20))  # beside 4 * 96
     with pytest.raises(PreflightError) as error:
-        check(needing(100 * 2**20 + 4))
+        check(needing(116 * 2**20 + 4))
     message = str(error.value)
-    assert "needs 100.0 MiB" in message and "100.0 MiB are free" in message and "--n_gpus" in message
+    assert "needs 500.0 MiB" in message and "500.0 MiB are free" in message and "--n_gpus" in message
     assert "\n" not in message
 
 
