@@ -245,6 +245,16 @@ def test_settings_that_change_on_resuming_are_said(tmp_path: Path, capsys: pytes
     assert "changed" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_so_is_another_end_where_the_learning_rate_depends_on_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: str
+) -> None:
+    trained = run(config(tmp_path, "ring_all_reduce", epochs=1, checkpoint_every=7, lr_schedule=schedule))
+    longer = config(tmp_path, "ring_all_reduce", epochs=2, resume=trained.folder, lr_schedule=schedule)
+    train(longer, make_model=Regularised)
+    assert ("epochs 1 -> 2" in capsys.readouterr().out) == (schedule == "cosine")
+
+
 @pytest.mark.parametrize("damage", ["truncated", "one byte", "empty", "another file"])
 def test_a_damaged_file_is_refused_and_an_earlier_one_is_offered(tmp_path: Path, damage: str) -> None:
     content = {"format": checkpoint.FORMAT, "step": 0, "model": {"w": torch.arange(10_000.0)}}

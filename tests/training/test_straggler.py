@@ -290,7 +290,8 @@ def test_the_first_line_says_what_is_emulated(tmp_path: Path, capsys: pytest.Cap
     assert output[0] == "emulated, not measured: --straggler 1:1ms --latency 1us"
 
 
-def test_a_steps_file_that_cannot_be_written_is_said_before_the_start(tmp_path: Path) -> None:
-    given = config(steps_csv=str(tmp_path / "no" / "steps.csv"), results_dir=str(tmp_path))
-    with pytest.raises(ResultsError, match=r"--steps_csv .*steps\.csv: it cannot be written \(No such file"):
+@pytest.mark.parametrize("flag", ["steps_csv", "trace"])
+def test_a_file_that_cannot_be_written_is_said_before_the_start(tmp_path: Path, flag: str) -> None:
+    given = config(**{flag: str(tmp_path / "no" / "steps.csv")}, results_dir=str(tmp_path))
+    with pytest.raises(ResultsError, match=rf"--{flag} .*steps\.csv: it cannot be written \(No such file"):
         train(given, make_model=linear, dataset=points(), verbose=False)

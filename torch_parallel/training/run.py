@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_parallel import preflight
 from torch_parallel.devices import choose_processes
 from torch_parallel.launcher import launch
-from torch_parallel.results import RunFolder, environment
+from torch_parallel.results import ResultsError, RunFolder, environment
 from torch_parallel.strategies import BUILTIN, STRATEGIES
 from torch_parallel.trace import write_chrome_trace
 from torch_parallel.training import checkpoint, emulation
@@ -88,6 +88,8 @@ def train(
         device_line = f"no GPU: {config.strategy} runs the plain module in {processes} process"
     resume_from, resume_line = _checkpoint_to_resume(config, dataset.name) if config.resume else (None, None)
     _check_the_machine(config, dataset, make_model)
+    if config.trace:
+        _check_writable("trace", config.trace)
     folder = RunFolder(config.results_dir, f"{config.strategy}_{model_name}_{dataset.name}_n{n}")
     job, shared = make_job(config, dataset, make_model, str(folder.path / "checkpoints"), resume_from)
     display = Display(config, dataset, folder, model_name, device, verbose)
@@ -130,6 +132,14 @@ def _refuse_a_launcher_around_this_one() -> None:
         )
 
 
+def _check_writable(name: str, path: str) -> None:
+    """Raises ResultsError where that file, which is written when all is done, could not be; it keeps what it holds."""
+    try:
+        open(path, "ab").close()
+    except OSError as error:
+        raise ResultsError(f"--{name} {path}: it cannot be written ({error.strerror}); name another file") from error
+
+
 def _checkpoint_to_resume(config: RunConfig, dataset_name: str) -> tuple[str, str]:
     """The complete checkpoint that `config.resume` means, and a line that says so and which settings have changed.
 
@@ -145,7 +155,11 @@ def _checkpoint_to_resume(config: RunConfig, dataset_name: str) -> tuple[str, st
                 f"--resume {path}: it was made with --{name} {saved[name]}, and this run has {ours[name]}; "
                 f"give --{name} {saved[name]}"
             )
-    training = ("batch_size", "lr", "momentum", "weight_decay", "lr_schedule", "warmup_steps", "clip_norm", "aggregate")
+    training = ["batch_size", "lr", "momentum", "weight_decay", "lr_schedule", "warmup_steps", "clip_norm", "aggregate"]
+    if config.lr_schedule != "constant":  # else it does not depend on where the training ends
+        training.append("epochs")
+        of_each = (replace(config, epochs=settings["epochs"]).epochs_on(dataset_name) for settings in (saved, ours))
+        saved["epochs"], ours["epochs"] = of_each
     changed = [f"{name} {saved[name]} -> {ours[name]}" for name in training if ours[name] != saved[name]]
     return str(path), f"going on from {path}" + (f"; changed: {', '.join(changed)}" if changed else "")
 
