@@ -294,14 +294,14 @@ class _Run:
         return min(errors, key=lambda of_rank: of_rank[1].secondhand)
 
     def _failure(self, culprit: WorkerProcess, headline: str) -> WorkerFailure:
-        """The whole story: the traceback, what each rank was doing, and which processes are stopped."""
+        """The whole story: a traceback, if there is one, what each rank was doing, and which processes are stopped."""
         lines = [headline]
         for process in self.processes:
             stopped = " (its process is stopped)" if process.is_stopped() else ""
             lines.append(f"  {self.board.read(process.rank)}{stopped}")
             if process.error is not None and process is not culprit:
                 lines.append(f"    it said: {process.error.headline}")
-        if culprit.error is not None:
+        if culprit.error is not None and culprit.error.traceback:
             lines += ["", culprit.error.traceback.rstrip()]
         return WorkerFailure("\n".join(lines), culprit.rank)
 

@@ -19,6 +19,7 @@ class Failure(NamedTuple):
 
     headline: str
     traceback: str
+    """Empty where the headline says all: what a user's numbers have brought about is in no line of code."""
     secondhand: bool
     """Whether it may only be what another rank's failure looks like from this one."""
 

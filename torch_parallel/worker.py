@@ -61,7 +61,8 @@ def main(assignment: Assignment) -> None:
         exit_code = 0
     except BaseException as error:  # sys.exit() too: whatever its code, the worker has not returned a result
         secondhand = getattr(error, "secondhand", False)
-        assignment.outbox.send("error", Failure(_headline(error), traceback.format_exc(), secondhand))
+        trace = "" if getattr(error, "headline_suffices", False) else traceback.format_exc()
+        assignment.outbox.send("error", Failure(_headline(error), trace, secondhand))
     finally:
         with contextlib.suppress(Exception):
             multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # ends what a DataLoader left behind

@@ -24,6 +24,7 @@ class NotFinite(ArithmeticError):
     """A gradient is NaN or infinite; with `late`, one of the step before the present one."""
 
     text = "the gradient of {} is NaN or infinite"
+    headline_suffices = True  # see mailbox.Failure
 
     def __init__(self, message: str, late: bool = False) -> None:
         super().__init__(message)
