@@ -107,3 +107,6 @@ if __name__ == "__main__":
         except (ConfigError, DataError, ResultsError) as error:
             print(f"param_server_builtin.py: error: {error}", file=sys.stderr)
             sys.exit(2)
+        except KeyboardInterrupt:
+            print("param_server_builtin.py: interrupted", file=sys.stderr)
+            sys.exit(130)

@@ -140,9 +140,11 @@ def record(row: dict, exchange_s: list[float], config: RunConfig, dataset: Datas
 
 def main() -> None:
     parser = command_line_parser(__doc__ or "")
-    parser.add_argument("--port", type=int, default=0, help="TCP port of the process group (default: any free one)")
+    parser.add_argument("--port", type=int, default=0, help="TCP port of the process group; 0 is any free one")
     options = vars(parser.parse_args())
     port = options.pop("port")
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"--port {port}: ports go from 0, any free one, to 65535")
     config = RunConfig(**options)
     config.refuse_all_but(CONTROL_FLAGS, "DistributedDataParallel's control")
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
@@ -178,3 +180,6 @@ if __name__ == "__main__":
         except (ConfigError, DataError, ResultsError) as error:
             print(f"ring_all_reduce_builtin.py: error: {error}", file=sys.stderr)
             sys.exit(2)
+        except KeyboardInterrupt:
+            print("ring_all_reduce_builtin.py: interrupted", file=sys.stderr)
+            sys.exit(130)

@@ -182,6 +182,13 @@ def test_a_port_that_is_taken_is_named_and_any_free_one_is_found(tmp_path: Path)
     assert done.stderr.count("\n") == 1 and f"--port {port}: it is in use" in done.stderr
 
 
+@pytest.mark.parametrize("port", ["-1", "65536"])
+def test_a_port_that_cannot_be(tmp_path: Path, port: str) -> None:
+    done = control_here("ring_all_reduce_builtin.py", tmp_path, "--port", port)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and f"--port {port}: ports go from 0" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("script", "flag", "value"),
     [
