@@ -46,7 +46,12 @@ def main(arguments: list[str]) -> None:
         add_help=len(arguments) < 2,
     )
     parser.add_argument(
-        "name", nargs="?", default="collectives", choices=tuple(BENCHES), metavar=f"{{{','.join(BENCHES)}}}"
+        "name",
+        nargs="?",
+        default="collectives",
+        choices=tuple(BENCHES),
+        metavar=f"{{{','.join(BENCHES)}}}",
+        help="what is timed (default: collectives, which is every operation up to 400 MiB and takes minutes)",
     )
     name = parser.parse_args(arguments[:1]).name
     BENCHES[name](arguments[1:])

@@ -200,6 +200,8 @@ def bench_fit(arguments: list[str]) -> None:
     folder = options.folder
     if (options.n is not None and options.n < 2) or not 0 < options.mb < math.inf:
         raise ConfigError(f"--n {options.n} --mb {options.mb}: it takes 2 ranks or more, and more than 0 MiB")
+    if options.n is not None and folder.is_dir() and not (folder / "fit.json").exists():
+        raise ConfigError(f"{folder}: no fit.json there; make it by `python -m torch_parallel bench fit {folder}`")
     try:
         if options.n is not None:
             print(foretold(folder, options.n, round(options.mb * 2**20)))

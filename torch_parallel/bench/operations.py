@@ -29,6 +29,10 @@ ALGORITHMS: dict[str, dict[str, Collective]] = {
 }
 """Operation -> our algorithms for it, by name."""
 
+# torch renames them; the old names warn at every call
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def bus_factor(operation: str, n: int) -> float:
     """Bus bandwidth / algorithm bandwidth, as nccl-tests define both (its file PERFORMANCE.md)."""
@@ -82,9 +86,9 @@ def by_torch(operation: str, mine: Tensor, out: Tensor, rank: int) -> Tensor:
         case "scatter":
             dist.scatter(out[rank], list(mine) if rank == 0 else None, 0)
         case "all_gather":
-            dist.all_gather_into_tensor(out.view(-1), mine[rank])
+            ALL_GATHER(out.view(-1), mine[rank])
         case "reduce_scatter":
-            dist.reduce_scatter_tensor(out[rank], mine.view(-1))
+            REDUCE_SCATTER(out[rank], mine.view(-1))
         case "all_to_all":
             dist.all_to_all_single(out, mine)
         case "barrier":
