@@ -27,7 +27,7 @@ from torch_parallel.collectives import ALL_REDUCE
 def experiments_table(results_dir: str | Path = "results") -> str:
     """Seconds of an epoch and accuracy of the two comparisons, with machine, versions, date and repeats below."""
     lines = [
-        "| model, images, epochs | strategy | seconds of an epoch | test accuracy (%) | repeats |",
+        "| model, images, epochs | strategy | seconds of an epoch after the first | test accuracy (%) | repeats |",
         "|---|---|---|---|---|",
     ]
     notes = []

@@ -109,8 +109,6 @@ def draw_steps(steps: Iterable[StepTimes], title: str = "") -> Figure:
         raise ValueError("a picture of steps needs steps")
     ranks = sorted({step.rank for step in steps})
     figure = Figure(figsize=(9.0, 1.0 + 1.1 * len(ranks)), layout="constrained")
-    if title:
-        figure.suptitle(title, fontsize=10)
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(ranks), sharex=True, sharey=True, squeeze=False)[:, 0]
     numbers = sorted({(step.epoch, step.step) for step in steps})
@@ -128,7 +126,10 @@ def draw_steps(steps: Iterable[StepTimes], title: str = "") -> Figure:
     panels[-1].set_xlim(first + 0.4, len(numbers) + 0.6)
     handles = [Patch(facecolor=LANE_COLOURS[lane], label=part) for part, lane in PARTS]
     handles.append(Patch(facecolor=REST, label="the rest"))
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
+    # the title is the legend's: two things above the panels would lie upon each other
+    figure.legend(
+        handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, title=title, title_fontsize=10
+    )
     return figure
 
 
