@@ -139,7 +139,7 @@ def record(row: dict, exchange_s: list[float], config: RunConfig, dataset: Datas
 
 
 def main() -> None:
-    parser = command_line_parser(__doc__ or "")
+    parser = command_line_parser(__doc__ or "", CONTROL_FLAGS)
     parser.add_argument("--port", type=int, default=0, help="TCP port of the process group; 0 is any free one")
     options = vars(parser.parse_args())
     port = options.pop("port")

@@ -14,6 +14,7 @@ before the command keeps it on the CPU.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import csv
 import fcntl
@@ -98,7 +99,11 @@ class Grid:
             for number, (cell, seed) in enumerate(left, start=total - len(left) + 1):
                 start_s = time.perf_counter()
                 print(f"{number}/{total}  {cell.command(seed)}", end="", flush=True)
-                self._run_one(cell, seed)
+                try:
+                    self._run_one(cell, seed)
+                except BaseException:
+                    print(flush=True)  # what is said next begins a line
+                    raise
                 print(f"  {time.perf_counter() - start_s:.0f} s", flush=True)
                 if number == in_one_repeat < total:
                     self.summary()  # runs that cannot be compared are found now, not after the last repeat
@@ -195,7 +200,12 @@ def machine_name(here: dict[str, Any]) -> str:
 
 def main(arguments: list[str]) -> None:
     """`python -m torch_parallel experiment NAME`"""
-    parser = OneLineParser(prog="python -m torch_parallel experiment", description=__doc__, allow_abbrev=False)
+    parser = OneLineParser(
+        prog="python -m torch_parallel experiment",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("name", nargs="?", choices=tuple(EXPERIMENTS), help="which; none lists them")
     parser.add_argument("--quick", action="store_true", help="the same programs on little data, one seed")
     parser.add_argument("--results_dir", help="folder for the results (default: results; with --quick results/runs)")

@@ -17,7 +17,7 @@ import torch
 import train
 from torch_parallel.command_line import run_command
 from torch_parallel.strategies import STRATEGIES
-from torch_parallel.training.config import ConfigError, RunConfig, command_line_parser
+from torch_parallel.training.config import CONTROL_FLAGS, ConfigError, RunConfig, command_line_parser
 from torch_parallel.training.optimizers import OPTIMIZERS
 from torch_parallel.training.schedule import SCHEDULES
 from torch_parallel.workloads import DATASETS, MODELS
@@ -315,3 +315,11 @@ def test_gpus_exchange_during_backward_unless_it_hides_what_is_asked_for(
 def test_emulated_compute_is_not_to_hide_an_exchange() -> None:
     with pytest.raises(ConfigError, match=r"--compute_ms 10: with --overlap"):
         RunConfig(compute_ms=10, overlap=True)
+
+
+def test_a_controls_help_lists_what_it_takes_and_no_more() -> None:
+    """Its parser takes the others too, to say that the control has no such option."""
+    parser = command_line_parser("", CONTROL_FLAGS)
+    listed = set(re.findall(r"^  --(\w+)", parser.format_help(), re.MULTILINE))
+    assert listed == set(CONTROL_FLAGS)
+    assert parser.parse_args(["--staleness", "3"]).staleness == 3

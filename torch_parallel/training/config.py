@@ -318,19 +318,22 @@ class _OnOrOff(argparse.Action):
         setattr(namespace, self.dest, not (option or "").startswith("--no_"))
 
 
-def command_line_parser(description: str = "") -> OneLineParser:
-    """A parser with one flag for each field of RunConfig, named as the field is."""
-    parser = OneLineParser(
-        description=description, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults are told, and a description keeps its lines."""
+
+
+def command_line_parser(description: str = "", shown: Sequence[str] | None = None) -> OneLineParser:
+    """A parser with one flag for each field of RunConfig, named as the field is; help lists those `shown`, or all."""
+    parser = OneLineParser(description=description, allow_abbrev=False, formatter_class=_Help)
     types = get_type_hints(RunConfig)
     for each in fields(RunConfig):
         default_is_told = each.default is None
         kind = _kinds(types[each.name])[0]
         default = argparse.SUPPRESS if default_is_told else each.default
+        text = each.metadata["help"] if shown is None or each.name in shown else argparse.SUPPRESS
         if kind is bool:
             names = (f"--{each.name}", f"--no_{each.name}")
-            parser.add_argument(*names, action=_OnOrOff, nargs=0, default=default, help=each.metadata["help"])
+            parser.add_argument(*names, action=_OnOrOff, nargs=0, default=default, help=text)
             continue
         parser.add_argument(
             f"--{each.name}",
@@ -338,7 +341,7 @@ def command_line_parser(description: str = "") -> OneLineParser:
             default=default,
             choices=each.metadata["choices"],
             metavar=None if each.metadata["choices"] else each.name.split("_")[-1].upper(),
-            help=each.metadata["help"],
+            help=text,
         )
     return parser
 
