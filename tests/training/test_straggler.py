@@ -234,8 +234,11 @@ def test_with_one_worker_four_times_slower_asynchronous_workers_lose_its_share_a
         assert len(of_server) == 320  # one for each share of two samples
         return sum(0.2 < end_s <= 1.4 for end_s in accumulate(of_server))
 
-    plain = updates_in_the_window(tmp_path / "plain")
-    slowed = updates_in_the_window(tmp_path / "slowed", straggler="4:4x")
+    # What else runs on the machine takes updates away and never adds any: the most of three is the least disturbed.
+    plain = slowed = 0
+    for _ in range(3):
+        plain = max(plain, updates_in_the_window(tmp_path / "plain"))
+        slowed = max(slowed, updates_in_the_window(tmp_path / "slowed", straggler="4:4x"))
     assert slowed / plain == pytest.approx(13 / 16, rel=0.15)
 
 
