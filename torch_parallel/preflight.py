@@ -47,6 +47,7 @@ class Needs:
 
     @property
     def memory_bytes(self) -> int:
+        """Of all processes together."""
         return self.shared_bytes + self.ranks * WORKER_BYTES
 
 

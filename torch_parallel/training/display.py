@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from torch_parallel.devices import threads_per_worker, usable_cpus
-from torch_parallel.results import ResultsError, RunFolder, joined
+from torch_parallel.results import RunFolder, joined
 from torch_parallel.status import StatusBoard
 from torch_parallel.steps import StepsFile
 from torch_parallel.strategies import FROM_SCRATCH, STRATEGIES
@@ -47,7 +47,8 @@ class Display:
         self.threads = threads_per_worker(self.processes)
         self.steps = step_count(len(dataset.train_targets), config.batch_size)
         self.kind = "emulated" if emulation.flags(config) else "measured"
-        self.steps_file = self._steps_file(config.steps_csv) if config.steps_csv else None
+        same = {"run_id": folder.run_id, "kind": self.kind, "strategy": config.strategy}
+        self.steps_file = StepsFile(config.steps_csv, **same) if config.steps_csv else None
         # disable=None: no bar where the output is not a terminal
         self.bar = tqdm(
             total=self.steps * config.epochs_on(dataset.name),
@@ -55,14 +56,6 @@ class Display:
             disable=None if verbose else True,
             leave=False,
         )
-
-    def _steps_file(self, path: str) -> StepsFile:
-        try:
-            return StepsFile(path, run_id=self.folder.run_id, kind=self.kind, strategy=self.config.strategy)
-        except OSError as error:
-            raise ResultsError(
-                f"--steps_csv {path}: it cannot be written ({error.strerror}); name another file"
-            ) from error
 
     def say(self, line: str) -> None:
         if self.verbose:

@@ -214,10 +214,10 @@ class Trainer:
             yield
         except (NotFinite, ReplicasDiffer) as error:
             step -= getattr(error, "late", False)
-            remedy = "; a smaller --lr may help, or --clip_norm, or --not_finite skip" * isinstance(error, NotFinite)
-            raise type(error)(
-                f"{error} in step {step} of epoch {epoch} on rank {self.communicator.rank}{remedy}"
-            ) from None
+            text = f"{error} in step {step} of epoch {epoch} on rank {self.communicator.rank}"
+            if isinstance(error, NotFinite):
+                text += "; a smaller --lr may help, or --clip_norm, or --not_finite skip"
+            raise type(error)(text) from None
 
     def _checkpoint_is_due(self) -> bool:
         """Whether a multiple of `checkpoint_every` steps has been reached since the last one."""

@@ -88,8 +88,7 @@ def train(
         device_line = f"no GPU: {config.strategy} runs the plain module in {processes} process"
     resume_from, resume_line = _checkpoint_to_resume(config, dataset.name) if config.resume else (None, None)
     _check_the_machine(config, dataset, make_model)
-    if config.trace:
-        _check_writable("trace", config.trace)
+    _check_writable(steps_csv=config.steps_csv, trace=config.trace)
     folder = RunFolder(config.results_dir, f"{config.strategy}_{model_name}_{dataset.name}_n{n}")
     job, shared = make_job(config, dataset, make_model, str(folder.path / "checkpoints"), resume_from)
     display = Display(config, dataset, folder, model_name, device, verbose)
@@ -132,12 +131,16 @@ def _refuse_a_launcher_around_this_one() -> None:
         )
 
 
-def _check_writable(name: str, path: str) -> None:
-    """Raises ResultsError where that file, which is written when all is done, could not be; it keeps what it holds."""
-    try:
-        open(path, "ab").close()
-    except OSError as error:
-        raise ResultsError(f"--{name} {path}: it cannot be written ({error.strerror}); name another file") from error
+def _check_writable(**files: str | None) -> None:
+    """Raises ResultsError for a file that was asked for and cannot be written; it keeps what it holds until it is."""
+    for name, path in files.items():
+        try:
+            if path:
+                open(path, "ab").close()
+        except OSError as error:
+            raise ResultsError(
+                f"--{name} {path}: it cannot be written ({error.strerror}); name another file"
+            ) from error
 
 
 def _checkpoint_to_resume(config: RunConfig, dataset_name: str) -> tuple[str, str]:
@@ -156,10 +159,10 @@ def _checkpoint_to_resume(config: RunConfig, dataset_name: str) -> tuple[str, st
                 f"give --{name} {saved[name]}"
             )
     training = ["batch_size", "lr", "momentum", "weight_decay", "lr_schedule", "warmup_steps", "clip_norm", "aggregate"]
-    if config.lr_schedule != "constant":  # else it does not depend on where the training ends
+    for settings in (saved, ours):
+        settings["epochs"] = replace(config, epochs=settings["epochs"]).epochs_on(dataset_name)
+    if config.lr_schedule != "constant":  # else nothing depends on where the training ends
         training.append("epochs")
-        of_each = (replace(config, epochs=settings["epochs"]).epochs_on(dataset_name) for settings in (saved, ours))
-        saved["epochs"], ours["epochs"] = of_each
     changed = [f"{name} {saved[name]} -> {ours[name]}" for name in training if ours[name] != saved[name]]
     return str(path), f"going on from {path}" + (f"; changed: {', '.join(changed)}" if changed else "")
 
