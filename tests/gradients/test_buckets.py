@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from torch_parallel.gradients import buckets
@@ -167,10 +167,10 @@ def test_sums_that_lie_elsewhere() -> None:
     assert used.grad.data_ptr() == bucket.shared.local.data_ptr() == bucket.gradients.data_ptr()
 
 
-@pytest.mark.parametrize("small_bytes", [0, 1 << 20])
-def test_micro_batches_add_up(small_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("together_bytes", [0, 1 << 20])
+def test_micro_batches_add_up(together_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether gradients go to the buffer one by one or together."""
-    monkeypatch.setattr(buckets, "SMALL_BYTES", small_bytes)
+    monkeypatch.setitem(buckets.COPIED_TOGETHER_BYTES, "cpu", together_bytes)
     weight = Parameter(torch.tensor([0.0]))
     bucket = Bucket(0, named(weight), share)
     bucket.zero()
@@ -180,10 +180,10 @@ def test_micro_batches_add_up(small_bytes: int, monkeypatch: pytest.MonkeyPatch)
     assert bucket.shared.local.tolist() == [7, 1]
 
 
-@pytest.mark.parametrize("small_bytes", [0, 1 << 20])
-def test_a_cleared_grad_is_found_again(small_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("together_bytes", [0, 1 << 20])
+def test_a_cleared_grad_is_found_again(together_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """optimizer.zero_grad() sets .grad to None; the next backward then makes a tensor outside the buffer."""
-    monkeypatch.setattr(buckets, "SMALL_BYTES", small_bytes)
+    monkeypatch.setitem(buckets.COPIED_TOGETHER_BYTES, "cpu", together_bytes)
     weight = Parameter(torch.tensor([2.0]))
     bucket = Bucket(0, named(weight), share)
     bucket.zero()
@@ -192,6 +192,30 @@ def test_a_cleared_grad_is_found_again(small_bytes: int, monkeypatch: pytest.Mon
     bucket.complete()
     assert bucket.gradients.tolist() == [3]
     assert weight.grad is not None and weight.grad.data_ptr() == bucket.flat.data_ptr()
+
+
+def test_gradients_that_are_copied_together_are_so_with_the_last_of_their_bucket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the midst of backward: so their memory is free for the next bucket's."""
+    copies: list[int] = []
+    copy_together = torch._foreach_copy_
+
+    def counted(views: list[Tensor], gradients: list[Tensor]) -> None:
+        copies.append(len(views))
+        copy_together(views, gradients)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+    late, early, unused = Parameter(torch.zeros(3)), Parameter(torch.zeros(2)), Parameter(torch.zeros(1))
+    first, last = Bucket(0, named(early), share), Bucket(1, named(late, unused), share)
+    for bucket in (first, last):
+        bucket.zero()
+    (2 * early).sum().backward()
+    assert copies == [1] and first.gradients.tolist() == [2, 2]
+    (5 * late).sum().backward()
+    assert copies == [1]  # `unused` may still come
+    last.complete()
+    assert copies == [1, 1] and last.gradients.tolist() == [5, 5, 5, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

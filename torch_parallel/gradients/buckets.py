@@ -1,9 +1,9 @@
 """Gradients that are exchanged together lie together: flat buffers that peers can read, with every `.grad` a view.
 
-Autograd makes each gradient in memory of its own; it is copied into its view at once, and what further micro-batches
-bring is added there, which is cheaper than to let autograd add to zeros. Small ones are left where they are until the
-bucket is complete, and then copied together: to launch a copy costs more than to make it. So after backward a bucket is
-ready to be exchanged as it is; nothing is packed.
+Autograd makes each gradient in memory of its own; it is copied into its view, and what further micro-batches bring is
+added there, which is cheaper than to let autograd add to zeros. A processor copies a large one at once, while it is in
+the caches. Others are left where they are until those of the whole bucket are there, and then copied together: to launch
+a copy costs more than to make it. So after backward a bucket is ready to be exchanged as it is; nothing is packed.
 
 Behind the gradients a bucket has one element for each parameter, 1 where this rank used it in this step. The exchange
 sums these too, so every rank learns, at no extra message, which parameters nobody used: those have `grad = None` at the
@@ -12,6 +12,7 @@ update, as in one process, and not a zero that weight decay or momentum would ac
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -25,8 +26,8 @@ NamedParameters = list[tuple[str, Parameter]]
 Share = Callable[[int, torch.dtype], SharedBuffer]
 
 
-SMALL_BYTES = 1 << 20
-"""Gradients of at most this size are copied together."""
+COPIED_TOGETHER_BYTES = {"cpu": 1 << 20, "cuda": sys.maxsize}
+"""Gradients of at most this size are. On GPUs all: around each copy of memory alone the kernels pause for 3 us."""
 SMALLER_LAST = 8
 """How many times smaller the last bucket is."""
 
@@ -63,7 +64,8 @@ class Bucket:
         self._cut: dict[int, tuple[list[Tensor], Tensor, Tensor]] = {}  # each memory that was used, by its address
         self._hold(self.flat)
         self._used: set[int] = set()
-        self._loose: dict[int, Tensor] = {}  # small gradients, by position, that are not in their views yet
+        self._together_bytes = COPIED_TOGETHER_BYTES[first.device.type]
+        self._loose: dict[int, Tensor] = {}  # gradients, by position, that are not in their views yet
         self._awaited: set[int] = set()  # positions whose gradients the last backward of the step has not made yet
         self._on_complete: Callable[[Bucket], None] | None = None
         self._has_left = False
@@ -108,12 +110,7 @@ class Bucket:
 
     def complete(self) -> None:
         """All gradients are in their views; what this rank has not used has zeros, and not the last step's."""
-        if self._loose:
-            dense = [gradient.to_dense() for gradient in self._loose.values()]
-            torch._foreach_copy_([self.views[position] for position in self._loose], dense)
-            for position in self._loose:
-                self.parameters[position][1].grad = self.views[position]
-            self._loose.clear()
+        self._copy_together()
         if not self._used_all:
             for position, view in enumerate(self.views):
                 if position not in self._used:
@@ -148,6 +145,14 @@ class Bucket:
     def _used_all(self) -> bool:
         return len(self._used) == len(self.parameters)
 
+    def _copy_together(self) -> None:
+        if self._loose:
+            dense = [gradient.to_dense() for gradient in self._loose.values()]
+            torch._foreach_copy_([self.views[position] for position in self._loose], dense)
+            for position in self._loose:
+                self.parameters[position][1].grad = self.views[position]
+            self._loose.clear()
+
     def _accumulated(self, position: int, parameter: Tensor) -> None:
         """What autograd made anew, in a step's first micro-batch and where somebody cleared .grad, goes to the view."""
         if self._has_left:
@@ -165,12 +170,14 @@ class Bucket:
             elif position in self._used:
                 view.add_(gradient)
                 parameter.grad = view
-            elif view.nbytes <= SMALL_BYTES:
+            elif view.nbytes <= self._together_bytes:
                 self._loose[position] = gradient
             else:
                 view.copy_(gradient.to_dense())
                 parameter.grad = view
         self._used.add(position)
+        if self._used_all:
+            self._copy_together()  # so backward makes no more than one bucket's gradients beside the buckets
         if self._on_complete is not None:
             self._awaited.discard(position)
             if not self._awaited:
