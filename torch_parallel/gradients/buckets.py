@@ -2,8 +2,8 @@
 
 Autograd makes each gradient in memory of its own; it is copied into its view, and what further micro-batches bring is
 added there, which is cheaper than to let autograd add to zeros. A processor copies a large one at once, while it is in
-the caches. Others are left where they are until those of the whole bucket are there, and then copied together: to launch
-a copy costs more than to make it. So after backward a bucket is ready to be exchanged as it is; nothing is packed.
+its caches. Others are left where they are until those of the whole bucket are there, and then copied together: it costs
+more to launch a copy than to make it. So after backward a bucket is ready to be exchanged as it is; nothing is packed.
 
 Behind the gradients a bucket has one element for each parameter, 1 where this rank used it in this step. The exchange
 sums these too, so every rank learns, at no extra message, which parameters nobody used: those have `grad = None` at the
