@@ -85,7 +85,10 @@ def _parse(name: str, arguments: list[str]) -> Namespace:
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: beside NCCL (default: cpu)")
     parser.add_argument(
-        "--settings", default="best", choices=("best", "all"), help="all: every grid of the GPU's kernel"
+        "--settings",
+        default="best",
+        choices=("best", "all"),
+        help="all: every grid of the GPU's kernel, by one algorithm",
     )
     parser.add_argument("--results_dir", default="results/runs", help="folder for a folder with the figures")
     options = parser.parse_args(arguments)

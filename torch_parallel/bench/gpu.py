@@ -3,7 +3,8 @@
 Times are the GPU's own, from events around a call with an idle stream before it (so the host's part of a single call
 counts), and around many calls back to back. Ours include the acknowledgement of the last reads. Results are checked
 after single calls, and after one more block of calls back to back, for which the memory is filled again each time.
-`--settings all` times every grid of the kernel and says at the end which was the best of each size.
+`--settings all` times every grid of the kernel too, by an operation's first algorithm, and says at the end which was the
+best of each size.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def _take(transport: CudaIpcTransport, performer: str, settings: Any = None) -> 
 def _ours(communicator: Communicator, operation: str, start: Tensor, all_settings: bool) -> Ways:
     """Each algorithm the plain way, by the kernel, and as a user gets it.
 
-    If that is asked for, by the kernel with each of its grids too.
+    If that is asked for, the first one by the kernel with each of its grids too.
     """
     transport = communicator.transport
     assert isinstance(transport, CudaIpcTransport)
@@ -175,7 +176,7 @@ def _ours(communicator: Communicator, operation: str, start: Tensor, all_setting
             best = type(triton).settings
             ways[f"{name}, triton"] = (own, partial(pre_shared, algorithm, "triton"))
             ways[f"{name}, auto"] = (own, partial(pre_shared, algorithm, "auto"))
-            for each in CANDIDATES if all_settings else ():
+            for each in CANDIDATES if all_settings and name == next(iter(ALGORITHMS[operation])) else ():
                 label = f"{name}, {each['programs']}x{each['block_bytes'] >> 10}k/{each['warps']}"
                 ways[label] = (own, partial(pre_shared, algorithm, "triton", replace(best, **each)))
     return ways
@@ -228,7 +229,7 @@ def _wrong_back_to_back(communicator: Communicator, ways: Ways, start: Tensor, o
 def best_grids(rows: list[dict[str, Any]]) -> Iterator[str]:
     """A line for each operation, number of processes and size: the fastest grid, and what the chosen one takes of it.
 
-    Of the algorithm that is fastest there, by the times back to back; `rows` are those of `--settings all`.
+    By the times back to back; `rows` are those of `--settings all`.
     """
     for (operation, n, size_bytes), group in itertools.groupby(
         rows, lambda row: (row["collective"], row["n"], row["size_bytes"])
