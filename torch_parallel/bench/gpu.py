@@ -3,8 +3,8 @@
 Times are the GPU's own, from events around a call with an idle stream before it (so the host's part of a single call
 counts), and around many calls back to back. Ours include the acknowledgement of the last reads. Results are checked
 after single calls, and after one more block of calls back to back, for which the memory is filled again each time.
-`--settings all` times every grid of the kernel too, by an operation's first algorithm, and says at the end which was the
-best of each size.
+`--settings all` times every grid of the kernel too, by an operation's first algorithm, and says at the end which was
+the best of each size.
 """
 
 from __future__ import annotations
