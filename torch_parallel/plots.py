@@ -37,7 +37,6 @@ FIGURES: dict[str, tuple[Callable[[Path], Figure], str]] = {
     "all_reduce_gpu.png": (gpu.all_reduce_beside_nccl, "bench_all_reduce_gpu"),
     "all_reduce_gpu_n4.png": (gpu.all_reduce_beside_nccl, "bench_all_reduce_gpu_n4"),
     "ring_all_reduce_gpu.png": (plots.epoch_parts, "ring_all_reduce_gpu"),
-    "overlap_gpu.png": (gpu.overlap, "bench_step_gpu"),
 }
 """File -> how it is drawn, and from which experiment or bench."""
 TABLES = ("runs.csv", "bench.csv")
@@ -67,6 +66,11 @@ def _draw(draw: Callable[[Path], Figure], experiment: str, results_dir: Path, fi
     _save(draw(folder), file, next(folder / name for name in TABLES if (folder / name).exists()))
 
 
+def _draw_overlap(results_dir: Path, file: Path) -> None:
+    folder = gpu.newest_overlap(results_dir)
+    _save(gpu.overlap(folder), file, folder / "bench.csv")
+
+
 def _draw_timeline(results_dir: Path, file: Path) -> None:
     trace = newest("trace", results_dir) / "trace.json"
     events = read_chrome_trace(trace)
@@ -84,6 +88,7 @@ def _draw_ring(results_dir: Path, file: Path) -> None:
 
 
 OTHERS: dict[str, Callable[[Path, Path], None]] = {
+    "overlap_gpu.png": _draw_overlap,
     "timeline.png": _draw_timeline,
     "waits.png": partial(_draw_waits, partial(waits.draw_matrix, followed=True)),
     "steps.png": partial(_draw_waits, waits.draw_steps),

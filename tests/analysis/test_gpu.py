@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgba
 
 from torch_parallel.analysis import gpu
+from torch_parallel.analysis.runs import ExperimentMissing
 
 ABOUT = {
     "status": "completed",
@@ -69,6 +72,19 @@ def test_lines_are_the_ratios_of_their_way(tmp_path: Path) -> None:
     for axes, expected in ((single, 1.25), (in_a_row, 0.75)):
         (line,) = [each for each in axes.lines if each.get_label() == "ring, plain"]
         assert list(line.get_ydata()) == [expected]
+
+
+def test_overlap_is_drawn_of_the_last_steps_that_had_any(tmp_path: Path) -> None:
+    """A model of one bucket, measured later, has nothing to show."""
+    place = tmp_path / "bench_step_gpu"
+    for name, started, side in (("a", "1", "ring, overlapping"), ("b", "2", "ring, overlapping"), ("c", "3", "ring")):
+        folder = written(place / name, "bench.csv", [{"side": side}, {"side": "ddp"}])
+        (folder / "manifest.json").write_text(json.dumps({"status": "completed", "started": started}))
+    assert gpu.newest_overlap(tmp_path) == place / "b"
+    shutil.rmtree(place / "a")
+    shutil.rmtree(place / "b")
+    with pytest.raises(ExperimentMissing, match="bench_step_gpu: no steps there that were exchanged during backward"):
+        gpu.newest_overlap(tmp_path)
 
 
 def test_work_lies_in_the_lane_of_its_stream_and_has_the_colour_of_its_kind(tmp_path: Path) -> None:

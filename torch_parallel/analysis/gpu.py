@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 from torch_parallel.analysis.communication import size_told
 from torch_parallel.analysis.figure import Figure
-from torch_parallel.analysis.runs import ExperimentMissing, bench_rows, commit_told, manifest, newest
+from torch_parallel.analysis.runs import ExperimentMissing, bench_rows, commit_told, complete, manifest, newest
 
 WAYS = {
     "ring, plain": ("#56B4E9", "o"),
@@ -31,6 +31,8 @@ COLUMNS = (
 )
 """Heading, operation and way of what is told beside NCCL's: as users get it."""
 KINDS = {"forward, backward, copies": "#D9D9D9", "exchange": "#D55E00", "update": "#009E73"}
+OVERLAPPING = "overlapping"
+"""In the names of sides that exchange during backward."""
 PROFILED_STEPS = 3
 """As many as gpu_work.csv holds of each side (`bench/step.py`)."""
 
@@ -70,6 +72,18 @@ def _draw_ratios(axes: Axes, rows: list[dict[str, Any]], column: str, title: str
     axes.minorticks_off()
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)
+
+
+def newest_overlap(results_dir: str | Path = "results") -> Path:
+    """The folder of the last steps on GPUs that were exchanged during backward: a model may have one bucket only.
+
+    Raises ExperimentMissing.
+    """
+    folders = complete("bench_step_gpu", results_dir)
+    overlapping = [each for each in folders if any(OVERLAPPING in row["side"] for row in bench_rows(each))]
+    if not overlapping:
+        raise ExperimentMissing(f"{folders[-1].parent}: no steps there that were exchanged during backward")
+    return overlapping[-1]
 
 
 def overlap(folder: str | Path) -> Figure:
