@@ -80,7 +80,6 @@ def train(config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
 
 def main() -> None:
     config = RunConfig(**vars(command_line_parser(__doc__ or "", CONTROL_FLAGS).parse_args()))
-    config.refuse_all_but(CONTROL_FLAGS, "DataParallel's control")
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     device = "cuda" if config.device == "cuda" or gpus else "cpu"
     n = config.n_gpus or max(gpus, 1 if device == "cuda" else 2)

@@ -146,7 +146,6 @@ def main() -> None:
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"--port {port}: ports go from 0, any free one, to 65535")
     config = RunConfig(**options)
-    config.refuse_all_but(CONTROL_FLAGS, "DistributedDataParallel's control")
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     enough = gpus >= (2 if config.n_gpus is None else 1)  # one GPU alone has nobody to exchange with
     device = "cuda" if config.device == "cuda" or enough else "cpu"

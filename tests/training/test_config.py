@@ -317,9 +317,17 @@ def test_emulated_compute_is_not_to_hide_an_exchange() -> None:
         RunConfig(compute_ms=10, overlap=True)
 
 
-def test_a_controls_help_lists_what_it_takes_and_no_more() -> None:
-    """Its parser takes the others too, to say that the control has no such option."""
+def test_a_control_takes_what_its_help_lists_and_no_more(capsys: pytest.CaptureFixture[str]) -> None:
     parser = command_line_parser("", CONTROL_FLAGS)
     listed = set(re.findall(r"^  --(\w+)", parser.format_help(), re.MULTILINE))
     assert listed == set(CONTROL_FLAGS)
-    assert parser.parse_args(["--staleness", "3"]).staleness == 3
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--staleness", "3"])
+    assert capsys.readouterr().err.endswith(
+        "error: unrecognized arguments: --staleness 3; --help lists what there is\n"
+    )
+
+
+def test_a_flag_that_is_on_or_off_is_told_as_it_was_given() -> None:
+    with pytest.raises(ConfigError, match=r"^--overlap: ddp does not take it"):
+        RunConfig(strategy="ddp", overlap=True)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_parallel import RunConfig, train
+from torch_parallel import RunConfig, WorkerFailure, train
 from torch_parallel.analysis.waits import mean_waits, waits_in_the_end
 from torch_parallel.results import ResultsError
 from torch_parallel.steps import StepTimes, read_steps
@@ -158,6 +158,12 @@ def points(count: int = 80) -> Dataset:
     return Dataset("points", inputs, targets, inputs, targets, 2, (), (), "this test")
 
 
+def not_finite() -> nn.Module:
+    model = linear()
+    nn.init.constant_(next(model.parameters()), math.nan)
+    return model
+
+
 def linear() -> nn.Module:
     return nn.Linear(8, 2)
 
@@ -298,3 +304,12 @@ def test_a_file_that_cannot_be_written_is_said_before_the_start(tmp_path: Path, 
     given = config(**{flag: str(tmp_path / "no" / "steps.csv")}, results_dir=str(tmp_path))
     with pytest.raises(ResultsError, match=rf"--{flag} .*steps\.csv: it cannot be written \(No such file"):
         train(given, make_model=linear, dataset=points(), verbose=False)
+
+
+def test_a_run_that_fails_leaves_no_trace_where_there_was_none(tmp_path: Path) -> None:
+    """That it can be written has been tried out before."""
+    file = tmp_path / "trace.json"
+    given = config(trace=str(file), results_dir=str(tmp_path), n_gpus=2)
+    with pytest.raises(WorkerFailure, match="NaN or infinite"):
+        train(given, make_model=not_finite, dataset=points(), verbose=False)
+    assert not file.exists()

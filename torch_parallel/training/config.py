@@ -233,12 +233,6 @@ class RunConfig:
         same |= {"kind": "measured", "nodes": 1, "n": self.n_gpus, "lr": self.learning_rate}
         return same | {"model": model or self.model, "dataset": dataset}
 
-    def refuse_all_but(self, known: Sequence[str], who: str) -> None:
-        """Raises ConfigError for a flag that is not among `known` and has not its default."""
-        for each in fields(self):
-            if each.name not in known and getattr(self, each.name) != each.default:
-                raise ConfigError(f"--{each.name} {getattr(self, each.name)}: {who} has no such option; leave it out")
-
     def bucket_mb_on(self, device: str) -> float:
         """`bucket_mb`, or the default where the workers train on `device`."""
         default = DEFAULT_BUCKET_MB["cpu" if self.strategy == "ddp" else device]
@@ -297,7 +291,9 @@ class RunConfig:
 
     def _check(self, name: str, good: bool, why: str) -> None:
         if not good:
-            raise ConfigError(f"--{name} {getattr(self, name)}: {why}")
+            value = getattr(self, name)
+            given = f"--{name if value else f'no_{name}'}" if isinstance(value, bool) else f"--{name} {value}"
+            raise ConfigError(f"{given}: {why}")
 
 
 _OWN = [each.name for each in fields(RunConfig) if each.metadata["own"]]
@@ -307,6 +303,8 @@ class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the usage above it."""
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments"):
+            message += "; --help lists what there is"
         print(f"{self.prog}: error: {message}", file=sys.stderr)
         sys.exit(2)
 
@@ -322,18 +320,20 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
     """Defaults are told, and a description keeps its lines."""
 
 
-def command_line_parser(description: str = "", shown: Sequence[str] | None = None) -> OneLineParser:
-    """A parser with one flag for each field of RunConfig, named as the field is; help lists those `shown`, or all."""
+def command_line_parser(description: str = "", names: Sequence[str] | None = None) -> OneLineParser:
+    """A parser with one flag for each field of RunConfig, or for those in `names`, named as the field is."""
     parser = OneLineParser(description=description, allow_abbrev=False, formatter_class=_Help)
     types = get_type_hints(RunConfig)
     for each in fields(RunConfig):
+        if names is not None and each.name not in names:
+            continue
         default_is_told = each.default is None
         kind = _kinds(types[each.name])[0]
         default = argparse.SUPPRESS if default_is_told else each.default
-        text = each.metadata["help"] if shown is None or each.name in shown else argparse.SUPPRESS
+        text = each.metadata["help"]
         if kind is bool:
-            names = (f"--{each.name}", f"--no_{each.name}")
-            parser.add_argument(*names, action=_OnOrOff, nargs=0, default=default, help=text)
+            both = (f"--{each.name}", f"--no_{each.name}")
+            parser.add_argument(*both, action=_OnOrOff, nargs=0, default=default, help=text)
             continue
         parser.add_argument(
             f"--{each.name}",

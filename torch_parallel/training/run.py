@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -132,11 +133,14 @@ def _refuse_a_launcher_around_this_one() -> None:
 
 
 def _check_writable(**files: str | None) -> None:
-    """Raises ResultsError for a file that was asked for and cannot be written; it keeps what it holds until it is."""
+    """Raises ResultsError for a file that was asked for and cannot be written. It leaves all as it was."""
     for name, path in files.items():
         try:
             if path:
+                was_there = Path(path).exists()
                 open(path, "ab").close()
+                if not was_there:
+                    Path(path).unlink()
         except OSError as error:
             raise ResultsError(
                 f"--{name} {path}: it cannot be written ({error.strerror}); name another file"
