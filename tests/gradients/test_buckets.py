@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from torch_parallel.gradients import buckets
-from torch_parallel.gradients.buckets import Bucket, cut_into_buckets, views_of
+from torch_parallel.gradients.buckets import Bucket, cut_into_buckets, in_memory_order, views_of
 from torch_parallel.transport.buffer import SharedBuffer
 
 
@@ -74,6 +74,24 @@ def test_views_lie_one_behind_the_other_in_their_shapes() -> None:
     assert scalar.shape == () and scalar.item() == 6
     assert empty.shape == (0, 4)
     assert matrix.data_ptr() == flat.data_ptr()  # views, not copies
+
+
+def test_views_have_the_strides_of_their_parameters_if_those_have_no_gaps() -> None:
+    """As autograd makes gradients, which fused optimizers rely on."""
+    columns = Parameter(torch.zeros(3, 2).t())  # [2, 3], element (i, j) at 2 j + i
+    image = Parameter(torch.zeros(2, 3, 1, 4).to(memory_format=torch.channels_last))
+    with_gaps = Parameter(torch.zeros(2, 4)[:, ::2])
+    flat = torch.arange(34.0)
+    turned, of_image, dense = views_of(flat, named(columns, image, with_gaps))
+    assert turned.tolist() == [[0, 2, 4], [1, 3, 5]]
+    assert of_image.stride() == image.stride() and of_image[1, 2, 0, 3].item() == 6 + 12 + 3 * 3 + 2
+    assert dense.tolist() == [[30, 31], [32, 33]] and dense.is_contiguous()
+    assert all(view.untyped_storage().data_ptr() == flat.data_ptr() for view in (turned, of_image, dense))
+    for view, parameter in ((turned, columns), (of_image, image), (dense, with_gaps)):
+        values = torch.randn(parameter.shape)
+        view.copy_(values)
+        first = view.storage_offset()
+        assert torch.equal(in_memory_order(values, parameter), flat[first : first + parameter.numel()])
 
 
 def test_backward_writes_into_the_flat_buffer_and_marks_what_was_used() -> None:

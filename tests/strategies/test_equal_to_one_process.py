@@ -57,20 +57,37 @@ class Awkward(nn.Module):
         return self.scale / 5 * hidden @ self.transposed.t() + self.empty.sum()
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+class Strided(nn.Module):
+    """Parameters whose elements do not lie in the order of their indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 6, 3))
+        self.convolutions.to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.randn(CLASSES, 96).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convolutions(x).flatten(1) @ self.transposed / 10
+
+
+PLAIN_MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": partial(build_model, "mlp", IMAGE, CLASSES),
     "cnn": partial(build_model, "cnn", IMAGE, CLASSES),
     "awkward": Awkward,
 }
+MODELS = {**PLAIN_MODELS, "strided": Strided}
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.002, weight_decay=0.01),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.002, weight_decay=0.01),
+    "fused sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, fused=True),
+    "fused adam": lambda parameters: torch.optim.Adam(parameters, lr=0.002, fused=True),
 }
 # (model, optimizer, dtype, tolerance as a part of the tensor's norm)
 SETTINGS = [
-    *((model, optimizer, torch.float64, 1e-12) for model in MODELS for optimizer in OPTIMIZERS),
-    *((model, "sgd", torch.float32, 1e-6) for model in MODELS),
+    *((model, optimizer, torch.float64, 1e-12) for model in PLAIN_MODELS for optimizer in ("sgd", "adam", "adamw")),
+    *((model, "sgd", torch.float32, 1e-6) for model in PLAIN_MODELS),
+    *(("strided", optimizer, torch.float64, 1e-12) for optimizer in ("fused sgd", "fused adam")),
 ]
 BY_STEPS = {**FROM_SCRATCH, **ASYNCHRONOUS}
 """All of ours. The asynchronous ones belong here where they wait for everybody, unless they are told otherwise."""
@@ -236,6 +253,7 @@ def test_every_step_of_three_processes_on_gpus_is_that_of_one(names: list[str], 
         ("cnn", "adamw", torch.float64, 1e-12),
         ("awkward", "adam", torch.float64, 1e-12),
         ("cnn", "sgd", torch.float32, 1e-6),
+        ("strided", "fused adam", torch.float64, 1e-12),
     ]
     settings = [(MODELS[model], OPTIMIZERS[optimizer], dtype) for model, optimizer, dtype, _ in chosen]
     references = [one_process(*setting, device="cuda") for setting in settings]
@@ -284,10 +302,11 @@ def test_exchanging_during_backward_changes_no_bit_on_gpus(name: str, performer:
 
 @pytest.mark.parametrize("n", range(1, 9))
 def test_so_it_is_with_every_algorithm_and_number_of_workers(n: int, references: list[list[dict]]) -> None:
-    """In two of the settings, the awkward model among them; all strategies without a server in one run."""
+    """In some of the settings, the awkward model among them; all strategies without a server in one run."""
     chosen = [
         SETTINGS.index(("awkward", "adam", torch.float64, 1e-12)),
         SETTINGS.index(("cnn", "sgd", torch.float32, 1e-6)),
+        SETTINGS.index(("strided", "fused sgd", torch.float64, 1e-12)),
     ]
     settings = [(MODELS[SETTINGS[k][0]], OPTIMIZERS[SETTINGS[k][1]], SETTINGS[k][2]) for k in chosen]
     names = [name for name, strategy in FROM_SCRATCH.items() if not strategy.server_count]

@@ -12,19 +12,19 @@ from torch.nn.functional import cross_entropy
 from torch_parallel import WorkerFailure, launch
 from torch_parallel.collectives import DIRECT_REDUCE_SCATTER, Collective, Receive, Send
 from torch_parallel.communicator import Communicator
-from torch_parallel.strategies import FROM_SCRATCH, ShardedParamServer, sharded
+from torch_parallel.strategies import FROM_SCRATCH, ShardedParamServer, optimizer_state, sharded
 from torch_parallel.workloads import build_model
 
 
 class Uneven(nn.Module):
-    """5, 1, 0 and 4 elements. From the last to the first they lie in memory as d d d d b a a a a a."""
+    """5, 1, 0 and 4 elements. From the last to the first they lie in memory as d d d d b a a a a a, d by columns."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Parameter(torch.zeros(5, dtype=torch.float64))
         self.b = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.c = nn.Parameter(torch.zeros(0, 2, dtype=torch.float64))
-        self.d = nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
+        self.d = nn.Parameter(torch.zeros(2, 2, dtype=torch.float64).t())
 
 
 def adam(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -167,6 +167,19 @@ def test_state_is_cut_for_any_number_of_ranks_and_put_together_again(n: int) -> 
     for name, state in expected.items():
         for key, value in state.items():
             assert torch.equal(again[name][key], value) and again[name][key].shape == value.shape, (name, key)
+
+
+def test_restored_state_lies_as_its_parameter_does() -> None:
+    """Fused optimizers go through both by place, and a checkpoint of another strategy may lie otherwise."""
+    columns = nn.Parameter(torch.zeros(2, 3).t())
+    optimizer = adam([("w", columns)])
+    average = torch.arange(6.0).view(3, 2)
+    state = {"step": torch.tensor(1.0), "exp_avg": average, "exp_avg_sq": average + 10}
+    optimizer_state.restore([([("w", columns)], optimizer)], {"w": state})
+    held = optimizer.state[columns]
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(held[key], state[key]) and held[key].stride() == columns.stride() == (1, 3)
+    assert held["step"] == 1
 
 
 def decayed(communicator: Communicator) -> dict[str, Tensor]:

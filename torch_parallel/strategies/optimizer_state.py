@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -28,8 +29,18 @@ def read(optimized: Optimized) -> States:
 
 
 def restore(optimized: Optimized, states: States) -> None:
-    """Gives each optimizer the state of its own parameters."""
+    """Gives each optimizer the state of its own parameters, laid out as they are: fused ones go by place."""
     for parameters, optimizer in optimized:
-        names = [name for name, _ in parameters]
-        own = {index: states[name] for index, name in enumerate(names) if name in states}
+        own = {
+            index: {key: _laid_out_as(parameter, value) for key, value in states[name].items()}
+            for index, (name, parameter) in enumerate(parameters)
+            if name in states
+        }
         optimizer.load_state_dict({"state": own, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _laid_out_as(parameter: Tensor, value: Any) -> Any:
+    """A tensor of the parameter's shape gets its strides; what else there is stays as it is."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)

@@ -36,7 +36,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from torch_parallel.collectives import ALL_REDUCE, DIRECT_ALL_GATHER, DIRECT_REDUCE_SCATTER, RING_ALL_GATHER
 from torch_parallel.collectives.schedule import chunk_bounds
-from torch_parallel.gradients.buckets import Bucket, NamedParameters, views_of
+from torch_parallel.gradients.buckets import Bucket, NamedParameters, in_memory_order, laid_out, views_of
 from torch_parallel.strategies import optimizer_state
 from torch_parallel.strategies.base import OptimizerFactory
 from torch_parallel.strategies.from_scratch import FromScratch, norm_of
@@ -147,8 +147,8 @@ class ShardedParamServer(FromScratch):
     def optimizer_state(self) -> States:
         own = optimizer_state.read(self.optimized())
         by_rank = self.communicator.gather(own)
-        shapes = {name: parameter.shape for bucket in self.buckets for name, parameter in bucket.parameters}
-        return {} if by_rank is None else _put_together(by_rank, shapes)
+        parameters = [each for bucket in self.buckets for each in bucket.parameters]
+        return {} if by_rank is None else _put_together(by_rank, parameters)
 
     def load_optimizer_state(self, state: States) -> None:
         pieces = [piece for shard in self.shards for piece in shard.pieces if piece.name in state]
@@ -157,10 +157,11 @@ class ShardedParamServer(FromScratch):
 
 @dataclass(frozen=True)
 class Piece:
-    """What one shard has of one parameter: elements [start, stop) of it, flattened; in its shape if that is all."""
+    """What one shard has of one parameter: elements [start, stop) of it, as they lie; in its shape if that is all."""
 
     name: str
     position: int  # of the parameter in its bucket
+    whole: Parameter
     start: int
     stop: int
     parameter: Parameter
@@ -169,7 +170,7 @@ class Piece:
     def cut_out(self, state: dict[str, Any]) -> dict[str, Any]:
         """Of the whole parameter's state. What is not a number for each element, the count of steps, is the same."""
         return {
-            key: value.reshape(-1)[self.start : self.stop].view(self.parameter.shape)
+            key: laid_out(in_memory_order(value, self.whole)[self.start : self.stop], self.parameter)
             if isinstance(value, Tensor) and value.ndim
             else value
             for key, value in state.items()
@@ -207,19 +208,20 @@ def _pieces(bucket: Bucket, flat_parameters: Tensor, start: int, stop: int) -> I
         end = begin + parameter.numel()
         first, last = max(begin, start), min(end, stop)
         if first < last:
-            shape = parameter.shape if last - first == parameter.numel() else (last - first,)
-            values, gradient = (flat[first:last].view(shape) for flat in (flat_parameters, bucket.shared.local))
-            yield Piece(name, position, first - begin, last - begin, Parameter(values), gradient)
+            values, gradient = flat_parameters[first:last], bucket.shared.local[first:last]
+            if last - first == parameter.numel():
+                values, gradient = laid_out(values, parameter), laid_out(gradient, parameter)
+            yield Piece(name, position, parameter, first - begin, last - begin, Parameter(values), gradient)
         begin = end
 
 
-def _put_together(by_rank: list[States], shapes: dict[str, torch.Size]) -> States:
+def _put_together(by_rank: list[States], parameters: NamedParameters) -> States:
     """The states of whole parameters, of those of their pieces, which lie in the order of the ranks."""
     whole: States = {}
-    for name, shape in shapes.items():
+    for name, parameter in parameters:
         pieces = [states[name] for states in by_rank if name in states]
         for key in pieces[0] if pieces else ():
             parts = [piece[key] for piece in pieces]
-            is_cut = isinstance(parts[0], Tensor) and parts[0].ndim
-            whole.setdefault(name, {})[key] = torch.cat(parts).view(shape) if is_cut else parts[0]
+            is_cut = len(parts) > 1 and isinstance(parts[0], Tensor) and parts[0].ndim
+            whole.setdefault(name, {})[key] = laid_out(torch.cat(parts), parameter) if is_cut else parts[0]
     return whole
