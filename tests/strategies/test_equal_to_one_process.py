@@ -14,9 +14,9 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear
 
-from torch_parallel import launch
+from torch_parallel import WorkerFailure, launch
 from torch_parallel.collectives import Collective, Receive
 from torch_parallel.collectives.ring import RING_ALL_REDUCE, all_reduce
 from torch_parallel.communicator import Communicator
@@ -143,7 +143,11 @@ def all_strategies(communicator: Communicator, names: list[str], settings: list)
 
 
 def many_processes(
-    communicator: Communicator, strategy_class: type[Strategy], settings: list, **options: bool
+    communicator: Communicator,
+    strategy_class: type[Strategy],
+    settings: list,
+    bucket_bytes: int = 20_000,  # several buckets
+    **options: bool,
 ) -> list[list]:
     """For each of the settings what this rank holds after every step: rank 0 the parameters, the others digests."""
     what_to_keep = snapshot if communicator.rank == 0 else digest
@@ -155,7 +159,7 @@ def many_processes(
             model,
             lambda named, make=make_optimizer: make([parameter for _, parameter in named]),
             communicator,
-            bucket_bytes=20_000,  # several buckets
+            bucket_bytes=bucket_bytes,
             **options,
         )
         history = []
@@ -186,7 +190,7 @@ def train_everywhere(
     *,
     device: str = "cpu",
     performer: str = "auto",
-    **options: bool,
+    **options: int,
 ) -> list[list[list]]:
     """By rank, setting and step."""
     where = {"device": device, "performer": performer, "deadline_s": 30 if device == "cpu" else 60}
@@ -280,6 +284,29 @@ def test_exchanging_during_backward_changes_no_bit(name: str) -> None:
         digests = [digest(parameters) for parameters in after[0][index]]
         assert [digest(parameters) for parameters in during[0][index]] == digests
         assert during[1][index] == during[2][index] == digests
+
+
+class UsedDetached(nn.Module):
+    """Its second weight is used twice, first detached: backward needs it after its gradient is complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 5, bias=False), nn.Linear(5, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        detached = linear(self.first(x.flatten(1)), self.second.weight.detach())
+        output: Tensor = self.second(torch.tanh(detached))
+        return output
+
+
+@pytest.mark.parametrize("name", ["ring_all_reduce", "two_shot_in_place", "param_server"])
+def test_a_parameter_that_backward_needs_after_its_update_is_an_error(name: str) -> None:
+    settings = [(UsedDetached, OPTIMIZERS["fused sgd"], torch.float64)]
+    workers = 2 + FROM_SCRATCH[name].server_count
+    with pytest.raises(WorkerFailure, match=r"used detached, after its gradient was complete .*--no_overlap"):
+        train_everywhere(FROM_SCRATCH[name], workers, settings, overlap=True, bucket_bytes=600)
+    after = train_everywhere(FROM_SCRATCH[name], workers, settings, overlap=False, bucket_bytes=600)
+    assert largest_deviation(after[0][0], one_process(*settings[0])) <= 1e-12
 
 
 @pytest.mark.gpu

@@ -41,10 +41,21 @@ class Pipeline:
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
-        """Around the last backward of a step: what it completes leaves at once."""
+        """Around the last backward of a step: what it completes leaves at once.
+
+        Raises RuntimeError where backward needs a parameter that has been updated, since its gradient was complete.
+        """
         for bucket in self._buckets:
             bucket.await_gradients(self._completed)
-        yield
+        try:
+            yield
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise RuntimeError(
+                "backward needs a parameter, say one that forward also used detached, after its gradient was complete "
+                "and it had been updated: exchange when backward is over (--no_overlap, or overlap=False)"
+            ) from error
 
     def finish(self) -> None:
         """Backward is over: the rest leaves, and the current stream waits for all that has left."""

@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from torch_parallel.gradients.buckets import Bucket, NamedParameters, cut_into_buckets
@@ -161,6 +162,8 @@ class FromScratch(Strategy):
         self.reduce(bucket)
         if self._bucket_by_bucket:
             self.update(bucket)
+            if self.overlap:  # neither fused optimizers nor a pull do so, and backward is to find out if it needs them
+                increment_version(parameter for _, parameter in bucket.parameters)
 
     def _settle(self) -> None:
         """Returns when the gradients of this step may be written."""
