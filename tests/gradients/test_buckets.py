@@ -247,6 +247,21 @@ def test_non_contiguous_and_expanded_gradients(dtype: torch.dtype) -> None:
     assert bucket.gradients.tolist() == [0, 2, 4, 1, 3, 5, 1, 1, 1]
 
 
+def test_a_parameters_gradients_go_to_the_last_bucket_that_was_made_of_it() -> None:
+    """As where a model gets a new strategy, because a parameter was frozen and is not any more."""
+    weight = Parameter(torch.zeros(2))
+    old = Bucket(0, named(weight), share)
+    old.zero()
+    (3 * weight).sum().backward()
+    old.leave()
+    new = Bucket(0, named(weight), share)
+    new.zero()
+    (5 * weight).sum().backward()
+    new.complete()
+    assert new.gradients.tolist() == [5, 5]
+    assert old.gradients.tolist() == [3, 3]
+
+
 def test_sparse_gradients_are_added_into_the_dense_buffer() -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
     bucket = Bucket(0, list(embedding.named_parameters()), share)

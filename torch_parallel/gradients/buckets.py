@@ -13,12 +13,14 @@ update, as in one process, and not a zero that weight decay or momentum would ac
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_parallel.transport.buffer import SharedBuffer
 
@@ -30,6 +32,10 @@ COPIED_TOGETHER_BYTES = {"cpu": 1 << 20, "cuda": sys.maxsize}
 """Gradients of at most this size are. On GPUs all: around each copy of memory alone the kernels pause for 3 us."""
 SMALLER_LAST = 8
 """How many times smaller the last bucket is."""
+
+
+_HOOKS: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
+"""By parameter what leads its gradients to its bucket, the last that was made: a model may get a new strategy."""
 
 
 class Bucket:
@@ -70,7 +76,9 @@ class Bucket:
         self._on_complete: Callable[[Bucket], None] | None = None
         self._has_left = False
         for position, (_, parameter) in enumerate(parameters):
-            parameter.register_post_accumulate_grad_hook(partial(self._accumulated, position))
+            if parameter in _HOOKS:
+                _HOOKS[parameter].remove()
+            _HOOKS[parameter] = parameter.register_post_accumulate_grad_hook(partial(self._accumulated, position))
 
     def _hold(self, memory: Tensor) -> None:
         """From now on the gradients are those in `memory`, [numel + len(parameters)]."""
