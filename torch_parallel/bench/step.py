@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from torch_parallel.bench import gpu_profile
 from torch_parallel.bench.common import recorded, save, start_group, write_table
+from torch_parallel.bench.gpu import versions
 from torch_parallel.bench.sides import (
     ALONE,
     DDP,
@@ -111,17 +112,22 @@ def time_alone(communicator: Communicator, setting: Setting, steps: int, repeats
 
 
 def measure_memory(communicator: Communicator, setting: Setting, name: str, steps: int, store: str) -> int | None:
-    """The worker function: bytes after some steps, of all ranks together, or of the fullest GPU; None if unknown."""
+    """The worker function: bytes after some steps, of all ranks together, or of the fullest GPU; None if unknown.
+
+    On GPUs less what our transport has taken before, where it is not our side's.
+    """
+    on_gpu = communicator.device.type == "cuda"
+    of_transport = torch.cuda.memory_reserved(communicator.device) if on_gpu and name == DDP else 0
     if name == DDP:
         start_group(communicator, store)
     side = make_side(communicator, setting, name)
     for _ in range(steps):
         side.step()
     _meet(communicator)
-    of_ranks = communicator.all_ranks(torch.tensor(memory_bytes(communicator.device)))
+    of_ranks = communicator.all_ranks(torch.tensor(memory_bytes(communicator.device) - of_transport))
     if name == DDP and not communicator.is_server:
         dist.destroy_process_group()
-    return int((of_ranks.amax() if communicator.device.type == "cuda" else of_ranks.sum()).item()) or None
+    return int((of_ranks.amax() if on_gpu else of_ranks.sum()).item()) or None
 
 
 def bench_step(arguments: list[str]) -> None:
@@ -136,7 +142,7 @@ def bench_step(arguments: list[str]) -> None:
     print(f"{size:,} parameters, {options.n_gpus} workers on {device}, {setting}")
     folder = RunFolder(options.results_dir, f"bench_step_{setting.model}_n{options.n_gpus}")
     bench = _Bench(options, device, setting)
-    with recorded(folder, n=options.n_gpus, device=device, **entries):
+    with recorded(folder, n=options.n_gpus, device=device, **entries, **(versions() if device == "cuda" else {})):
         for name in options.strategy:
             bench.compare(name)
             # one bucket has nothing to run beside

@@ -23,7 +23,8 @@ The contract, which `tests/transport/test_conformance.py` holds against every tr
 - A transport of GPUs (`cuda_ipc.py`) only enqueues: "returns when" means that what the stream is given afterwards sees
   it, and `synchronize` waits for it. All others do everything at once.
 - `waited_s[peer]` adds up the seconds that this rank waited for that peer.
-- An `observer`, if there is one, is called with a `Transfer` for each message received. Without one, nothing is paid.
+- An `observer`, which all ranks have or none, is called with a `Transfer` for each message received. Without one,
+  nothing is paid.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Everything is enqueued on the current stream, in the order of the calls, and run
 `settle` return at once, and what the same stream is given afterwards sees their effect. `synchronize` and `agree` wait
 for it. So an error of a wait is raised by a later call than the one that enqueued it; it names the earlier one.
 
-A schedule is performed in one of two ways, with the same result:
+A schedule is performed in one of two ways, with the same result, but that the kernel rounds a half-precision sum of
+several sources once and the plain way at each:
 - plain: each round is a write of a flag, a wait for a flag, and torch's `add_` or `copy_` on the peer's memory, as
   `base.py` reads (`stream_signals.py`);
 - Triton: one kernel performs the whole schedule (`kernel.py`), faster above all for small buffers. It ends with the
