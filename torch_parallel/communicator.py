@@ -41,6 +41,7 @@ class Communicator:
     """Of host memory, where `transport` is one of GPUs; None where `transport` itself serves."""
     _scratch: dict[tuple[str, torch.dtype], SharedBuffer] = field(default_factory=dict)
     _narrowed: dict[tuple[str, torch.dtype, int], SharedBuffer] = field(default_factory=dict)
+    _last_stream: torch.cuda.Stream | None = None
 
     @property
     def through_host(self) -> Transport:
@@ -187,6 +188,8 @@ class Communicator:
             return tensor
         dtype, kind = tensor.dtype, tensor.device.type
         transport = self._transport_for(kind)
+        if transport.enqueues:
+            self._follow_last_stream()
         # Everybody has left the previous operation when all have come to this one: the buffer may be filled again.
         transport.compare(f"{verb} {tensor.numel()} elements of {dtype} by {collective.name}")
         buffer = self._buffer(kind, tensor.numel(), dtype)
@@ -195,6 +198,13 @@ class Communicator:
             result = transport.perform(collective, buffer, verb)
             tensor.copy_(result.view(tensor.shape))
         return tensor
+
+    def _follow_last_stream(self) -> None:
+        """The operations of all streams have buffers and signals in common: each waits for the one before."""
+        stream = torch.cuda.current_stream(self.device)
+        if self._last_stream is not None and self._last_stream != stream:
+            stream.wait_stream(self._last_stream)
+        self._last_stream = stream
 
     def _transport_for(self, device_type: str) -> Transport:
         """The one whose buffers lie where the tensor does. The host's is used once the GPU has caught up."""

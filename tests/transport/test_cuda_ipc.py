@@ -142,6 +142,25 @@ def test_the_kernel_sums_bfloat16_in_float32() -> None:
     assert on_gpus(4, "plain", small_to_large)[0] == [256.0]
 
 
+def on_two_streams(communicator: Communicator) -> tuple[list[float], list[float]]:
+    """The first sum is held up on a stream of its own, while the second one is asked for on another."""
+    first, second = (torch.full((100_000,), value, device=communicator.device) for value in (1.0, 10.0))
+    communicator.all_reduce(torch.zeros(100_000, device=communicator.device))  # compiles and shares what is needed
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)  # a tenth of a second
+        communicator.all_reduce(first)
+    communicator.all_reduce(second)
+    torch.cuda.synchronize()
+    return first.unique().tolist(), second.unique().tolist()
+
+
+@both_performers
+def test_operations_of_two_streams_come_one_after_the_other(performer: str) -> None:
+    assert on_gpus(2, performer, on_two_streams) == [([2.0], [20.0])] * 2
+
+
 def ordinary_tensors(communicator: Communicator) -> None:
     rank, device = communicator.rank, communicator.device
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
