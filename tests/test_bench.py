@@ -220,6 +220,19 @@ def test_steps_beside_ddp(optimizer: str, tmp_path: Path, capsys: pytest.Capture
         assert float(theirs["times_faster_than_ddp"]) == float(theirs["part_of_ddps_memory"] or 1) == 1
 
 
+def test_ddp_gets_the_bucket_that_it_is_fastest_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.main(
+        ["step", "--strategy", "ring_all_reduce", "--parameters_m", "0.1", "--steps", "1", "--repeats", "2"]
+        + ["--device", "cpu", "--n_gpus", "2", "--ddp_bucket_mb", "25", "0.05", "--results_dir", str(tmp_path)]
+    )
+    rows, manifest = figures(tmp_path)
+    times = {float(mb): seconds for mb, seconds in manifest["ddp_step_s_by_bucket_mb"].items()}
+    assert times.keys() == {25, 0.05}
+    fastest = min(times, key=lambda mb: times[mb])
+    assert manifest["ddp_bucket_mb"] == fastest and {float(row["ddp_bucket_mb"]) for row in rows} == {fastest}
+    assert f"in a bucket; beside ours it has {fastest:g}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("gpus", "chosen"), [(0, (2, "cpu")), (1, (2, "cpu")), (4, (4, "cuda"))])
 def test_without_arguments_it_takes_what_train_py_takes(
     gpus: int, chosen: tuple[int, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -269,6 +282,7 @@ def test_the_model_has_about_the_size_asked_for(parameters: int) -> None:
         (["step", "--steps", "0"], "--steps 0"),
         (["step", "--batch_size", "1"], "--batch_size 1: each of the 2 workers"),
         (["step", "--parameters_m", "nan"], "--parameters_m nan"),
+        (["step", "--ddp_bucket_mb", "25", "0"], "--ddp_bucket_mb 0"),
     ],
 )
 def test_what_cannot_be_timed(arguments: list[str], said: str, tmp_path: Path) -> None:

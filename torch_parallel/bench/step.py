@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,8 @@ from torch_parallel.strategies import FROM_SCRATCH
 from torch_parallel.training.config import DEFAULT_BUCKET_MB, DEVICES, PRECISIONS, ConfigError, OneLineParser
 from torch_parallel.training.optimizers import OPTIMIZERS
 
+Side = TypeVar("Side", str, float)
+
 DEFAULT_STRATEGIES = ("sharded_param_server", "ring_all_reduce")
 PROFILED_STEPS = 3
 
@@ -63,7 +65,36 @@ def time_steps(
     start_group(communicator, store)
     ours, theirs = OurSide(communicator, setting, name), DdpSide(communicator, setting)
     sides: dict[str, Callable[[], None]] = {name: ours.step, DDP: theirs.step}
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    seconds = _in_turns(communicator, sides, steps, repeats)
+    difference = difference_of(ours.model, theirs.model) if not theirs.idle else 0.0
+    work = {}
+    if communicator.device.type == "cuda":
+        for side, step in sides.items():
+            _meet(communicator)
+            work[side] = gpu_profile.profiled(step, PROFILED_STEPS)
+    _meet(communicator)
+    if not theirs.idle:
+        dist.destroy_process_group()
+    worst = communicator.all_ranks(torch.tensor(difference, dtype=torch.float64)).amax().item()
+    return seconds, worst, work
+
+
+def time_ddp(
+    communicator: Communicator, setting: Setting, buckets_mb: list[float], steps: int, repeats: int, store: str
+) -> dict[float, list[float]]:
+    """The worker function: seconds of DistributedDataParallel's step by its bucket's size and repeat."""
+    start_group(communicator, store)
+    sides = {mb: DdpSide(communicator, replace(setting, ddp_bucket_mb=mb)).step for mb in buckets_mb}
+    seconds = _in_turns(communicator, sides, steps, repeats)
+    dist.destroy_process_group()
+    return seconds
+
+
+def _in_turns(
+    communicator: Communicator, sides: dict[Side, Callable[[], None]], steps: int, repeats: int
+) -> dict[Side, list[float]]:
+    """Seconds of a step of each side, by repeat: the slowest rank's."""
+    seconds: dict[Side, list[float]] = {side: [] for side in sides}
     for repeat in range(-1, repeats):  # the first turn of each warms up
         for side, step in sides.items() if repeat % 2 else reversed(sides.items()):
             step()  # the caches hold the other side's
@@ -74,18 +105,8 @@ def time_steps(
             _meet(communicator)
             if repeat >= 0:
                 seconds[side].append((time.perf_counter() - start_s) / steps)
-    difference = difference_of(ours.model, theirs.model) if not theirs.idle else 0.0
-    work = {}
-    if communicator.device.type == "cuda":
-        for side, step in sides.items():
-            _meet(communicator)
-            work[side] = gpu_profile.profiled(step, PROFILED_STEPS)
-    _meet(communicator)
-    if not theirs.idle:
-        dist.destroy_process_group()
     slowest = communicator.all_ranks(torch.tensor(list(seconds.values()), dtype=torch.float64)).amax(0)
-    worst = communicator.all_ranks(torch.tensor(difference, dtype=torch.float64)).amax().item()
-    return dict(zip(seconds, slowest.tolist(), strict=True)), worst, work
+    return dict(zip(seconds, slowest.tolist(), strict=True))
 
 
 def _meet(communicator: Communicator) -> None:
@@ -138,11 +159,13 @@ def bench_step(arguments: list[str]) -> None:
         model = setting.make_model()
         size = sum(parameter.numel() for parameter in model.parameters())
         bucket_count = len(cut_into_buckets(model.named_parameters(), setting.bucket_bytes))
-    entries = {"parameters": size, **{key: value for key, value in asdict(setting).items() if key != "parameters"}}
     print(f"{size:,} parameters, {options.n_gpus} workers on {device}, {setting}")
     folder = RunFolder(options.results_dir, f"bench_step_{setting.model}_n{options.n_gpus}")
     bench = _Bench(options, device, setting)
-    with recorded(folder, n=options.n_gpus, device=device, **entries, **(versions() if device == "cuda" else {})):
+    chosen = asdict(bench.setting)
+    entries = {"parameters": size, **{key: value for key, value in chosen.items() if key != "parameters"}}
+    about = {"device": device, **entries, "ddp_step_s_by_bucket_mb": bench.ddp_s, **bench.versions}
+    with recorded(folder, n=options.n_gpus, **about):
         for name in options.strategy:
             bench.compare(name)
             # one bucket has nothing to run beside
@@ -159,14 +182,27 @@ class _Bench:
     """Launches what has to be measured, and puts the rows together."""
 
     def __init__(self, options: Any, device: str, setting: Setting) -> None:
-        self.options, self.device, self.setting = options, device, setting
+        self.options, self.device = options, device
+        self.versions = versions() if device == "cuda" else {}
         self.turns = (options.steps, options.repeats)
         self.work: list[dict[str, Any]] = []
+        self.setting = setting
+        self.ddp_s: dict[float, float] = {}
+        """Seconds of DistributedDataParallel's step by the size of its buckets, where it had a choice."""
+        if len(options.ddp_bucket_mb) > 1:
+            self._choose_ddps_bucket()
         share = replace(setting, batch_size=-(-setting.batch_size // options.n_gpus))
         alone: list[float] = self._launch(time_alone, 1, share, *self.turns)
         self.alone_s = statistics.median(alone)
         self.ddp_memory: int | None = self._beside_ddp(measure_memory, 0, DDP, 5)
         self.rows: list[dict[str, Any]] = [self._row(ALONE, ALONE, alone)]
+
+    def _choose_ddps_bucket(self) -> None:
+        times = self._beside_ddp(time_ddp, 0, self.options.ddp_bucket_mb, *self.turns)
+        self.ddp_s = {mb: statistics.median(seconds) for mb, seconds in times.items()}
+        self.setting = replace(self.setting, ddp_bucket_mb=min(self.ddp_s, key=self.ddp_s.__getitem__))
+        told = ", ".join(f"{1e3 * seconds:.1f} ms with {mb:g} MiB" for mb, seconds in self.ddp_s.items())
+        print(f"ddp takes {told} in a bucket; beside ours it has {self.setting.ddp_bucket_mb:g}")
 
     def compare(self, name: str) -> None:
         servers = FROM_SCRATCH[name.removesuffix(OVERLAPPING)].server_count
@@ -235,7 +271,7 @@ def _setting(options: Any, device: str) -> Setting:
         precision=options.precision,
         compile=options.compile,
         bucket_mb=options.bucket_mb or DEFAULT_BUCKET_MB[device],
-        ddp_bucket_mb=options.ddp_bucket_mb,
+        ddp_bucket_mb=options.ddp_bucket_mb[0],
     )
 
 
@@ -259,7 +295,13 @@ def _parse(arguments: list[str]) -> Any:
     parser.add_argument("--compile", action="store_true", help="each layer by torch.compile, on both sides")
     usual = ", ".join(f"{mb:g} on {device}" for device, mb in DEFAULT_BUCKET_MB.items())
     parser.add_argument("--bucket_mb", type=float, help=f"MiB in a bucket of ours (default: {usual})")
-    parser.add_argument("--ddp_bucket_mb", type=float, default=25, help="and of ddp's (default: 25, torch's own)")
+    parser.add_argument(
+        "--ddp_bucket_mb",
+        type=float,
+        nargs="+",
+        default=[25.0],
+        help="and of ddp's; of several it gets what it is fastest with (default: 25, torch's own)",
+    )
     parser.add_argument("--steps", type=int, default=10, help="of each side in a turn (default: 10)")
     parser.add_argument("--repeats", type=int, default=9, help="turns of each side, one more warms up (default: 9)")
     parser.add_argument("--results_dir", default="results/runs", help="folder for a folder with the figures")
@@ -272,9 +314,10 @@ def _parse(arguments: list[str]) -> Any:
         print(line)
     if options.batch_size < options.n_gpus:
         raise ConfigError(f"--batch_size {options.batch_size}: each of the {options.n_gpus} workers needs a sample")
-    for name in ("parameters_m", "bucket_mb", "ddp_bucket_mb"):
-        if getattr(options, name) is not None and not 0 < getattr(options, name) < math.inf:
-            raise ConfigError(f"--{name} {getattr(options, name)}: it must be finite and > 0")
+    sizes = [("parameters_m", options.parameters_m), ("bucket_mb", options.bucket_mb)]
+    for name, value in sizes + [("ddp_bucket_mb", each) for each in options.ddp_bucket_mb]:
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{name} {value}: it must be finite and > 0")
     return options
 
 
