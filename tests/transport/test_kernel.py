@@ -22,24 +22,25 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-def performer_in_the_interpreter(transport: Transport) -> TritonPerformer:
-    """Of this rank, with a grid of at most three programs."""
+def performer_in_the_interpreter(transport: Transport, deadline_s: float | None = None) -> TritonPerformer:
+    """Of this rank, with a grid of at most three programs; without a deadline it waits for ever."""
     global tl  # the interpreter looks for it there
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.language as tl
 
     from torch_parallel.transport import kernel, triton_performer
 
-    def no_clock():  # type: ignore[no-untyped-def]  # the interpreter has none
+    def clock():  # type: ignore[no-untyped-def]  # the interpreter has none
         time.sleep(1e-4)  # asked for while a program waits, which else takes a processor from those it waits for
-        return tl.full((), 0, tl.int64)
+        return tl.full((), 0 if deadline_s is None else time.monotonic_ns(), tl.int64)
 
-    kernel._nanoseconds = no_clock
+    kernel._nanoseconds, kernel._LOOKS = clock, tl.constexpr(1)
     flags = transport.share(transport.world_size * triton_performer.FLAGS_PER_PEER, torch.int32).parts
     gave_up = torch.zeros(1, dtype=torch.int64)
     device = torch.device("cpu")
-    triton_performer.try_out(transport.rank, transport.world_size, device, gave_up.data_ptr(), deadline_s=60)
-    performer = triton_performer.TritonPerformer(transport.rank, flags, gave_up.data_ptr(), deadline_s=60)
+    limit_s = deadline_s or 60
+    triton_performer.try_out(transport.rank, transport.world_size, device, gave_up.data_ptr(), limit_s)
+    performer = triton_performer.TritonPerformer(transport.rank, flags, gave_up.data_ptr(), limit_s)
     performer.settings = triton_performer.Settings(programs=3, block_bytes=64, warps=4)
     return performer
 
@@ -115,6 +116,29 @@ def flags_that_are_ahead(communicator: Communicator) -> tuple[int, list[float]]:
 
 def test_flags_of_programs_that_were_idle_for_long_are_not_ahead() -> None:
     assert launch(flags_that_are_ahead, 2, threads=1, deadline_s=60) == [(0, [21.0])] * 2
+
+
+def waits_in_vain(communicator: Communicator) -> tuple[str, list[float], float]:
+    """What rank 0 says that it waited for, what its memory holds, and how long it took, while rank 1 does nothing."""
+    transport, ring = communicator.transport, COLLECTIVES["ring"]
+    performer = performer_in_the_interpreter(transport, deadline_s=0.5)
+    buffer = transport.share(96, torch.float32)
+    buffer.local.fill_(10.0 + communicator.rank)
+    told, start_s = "", time.monotonic()
+    if communicator.rank == 0:
+        for _ in range(2):  # the second does nothing: it is given up already
+            performer.perform(ring, buffer, transport._plan(ring, buffer), "ring")
+        told = performer.explain(int(performer._gave_up[0]))
+    taken_s = time.monotonic() - start_s
+    transport.agree("have waited")
+    return told, buffer.local.unique().tolist(), taken_s
+
+
+def test_who_waits_in_vain_gives_up_at_the_limit_and_says_for_whom() -> None:
+    (told, held, taken_s), (_, others, _) = launch(waits_in_vain, 2, threads=1, deadline_s=60)
+    assert told == "ring, round 0: no signal from rank 1 for 0.5 s"
+    assert (held, others) == ([10.0], [11.0])
+    assert 0.5 <= taken_s < 30
 
 
 def what_it_can_perform(communicator: Communicator) -> list[str]:

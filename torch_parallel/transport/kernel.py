@@ -38,6 +38,8 @@ _WAIT = tl.constexpr(schedule_table.WAIT)
 _COPY = tl.constexpr(schedule_table.COPY)
 _HEAD = tl.constexpr(schedule_table.HEAD)
 _PEERS_IN_A_NOTE = tl.constexpr(PEERS_IN_A_NOTE)
+_LOOKS = tl.constexpr(64)
+"""At a flag, before the time is looked at once: that takes as long."""
 
 
 @triton.jit
@@ -46,15 +48,22 @@ def _nanoseconds():
 
 
 @triton.jit
-def _came(flag, number, limit_ns):
-    """Waits until the flag has reached `number`; 1 where it has, 2 where it has not within the limit."""
+def _came(flag, number, late, limit_ns):
+    """Waits until the flag has reached `number`; 1 where it has, 2 where it has not within the limit.
+
+    All threads of the program must come to the same answer, and each reads the time for itself. So one of them writes
+    to `late`, a word of this program's, 0 at first, that the limit has passed, and all go by what is there.
+    """
     state = 0
+    looks = 0
     start = _nanoseconds()
     while state == 0:
         if tl.atomic_add(flag, 0, sem="acquire", scope="sys") - number >= 0:  # numbers may wrap around
             state = 1
-        elif _nanoseconds() - start > limit_ns:
-            state = 2
+        else:
+            looks += 1
+            if looks % _LOOKS == 0:
+                state = tl.where(tl.atomic_add(late, (_nanoseconds() - start > limit_ns).to(tl.int64)) > 0, 2, 0)
     tl.debug_barrier()  # all threads of the program see what the one that looked has seen
     return state
 
@@ -121,7 +130,8 @@ def perform_table(
     """Performs `table` [row_count, WIDTH] of int64.
 
     flags           [world_size] of int64: addresses of every rank's flags, as this GPU reaches them
-    gave_up         one int64, 0 while all is well; `note_address` is that of another, in the host's memory
+    gave_up         [1 + MOST_PROGRAMS] of int64, zeros while all is well: the first is the note, the others say which
+                    program has seen a limit pass; `note_address` is that of another note, in the host's memory
     base            what the numbers of this operation are counted from, the same on all ranks
     limit_ms        of every wait; in nanoseconds its type, and so the compiled kernel, would depend on its size
     """
@@ -141,7 +151,7 @@ def perform_table(
         elif kind == _WAIT:
             peer = tl.load(row + 1)
             number = base + tl.load(row + 2).to(tl.int32)
-            if _came(my_flags + peer * FLAGS + program, number, limit_ns) == 2:
+            if _came(my_flags + peer * FLAGS + program, number, gave_up + 1 + program, limit_ns) == 2:
                 note = (base.to(tl.int64) << 32) | (index * _PEERS_IN_A_NOTE + peer + 1)
                 tl.store(gave_up, note)
                 tl.store(note_address.to(tl.pointer_type(tl.int64)), note)

@@ -68,7 +68,7 @@ class TritonPerformer:
         self.rank = rank
         self.world_size = len(flags)
         self.device = flags[rank].device
-        self._gave_up = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._gave_up = torch.zeros(1 + kernel.MOST_PROGRAMS, dtype=torch.int64, device=self.device)
         self._note_address = note_address
         self.flags = flags
         self._flags = _addresses(flags)
