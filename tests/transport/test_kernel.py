@@ -36,11 +36,10 @@ def performer_in_the_interpreter(transport: Transport, deadline_s: float | None 
 
     kernel._nanoseconds, kernel._LOOKS = clock, tl.constexpr(1)
     flags = transport.share(transport.world_size * triton_performer.FLAGS_PER_PEER, torch.int32).parts
-    gave_up = torch.zeros(1, dtype=torch.int64)
-    device = torch.device("cpu")
+    note = transport.share(1, torch.int64).local.data_ptr()  # the transport keeps that memory
     limit_s = deadline_s or 60
-    triton_performer.try_out(transport.rank, transport.world_size, device, gave_up.data_ptr(), limit_s)
-    performer = triton_performer.TritonPerformer(transport.rank, flags, gave_up.data_ptr(), limit_s)
+    triton_performer.try_out(transport.rank, transport.world_size, torch.device("cpu"), note, limit_s)
+    performer = triton_performer.TritonPerformer(transport.rank, flags, note, limit_s)
     performer.settings = triton_performer.Settings(programs=3, block_bytes=64, warps=4)
     return performer
 
