@@ -45,6 +45,8 @@ SIGNALS = {
 }
 DEADLINE_S = 4.0
 """Of the trials' runs."""
+MORE_WORK_S = 2.0
+"""A run that is over before its launcher gets to look has lost nothing by the fork server's death, and ends well."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class _Trap:
                 if plan.fault == "exited":
                     os._exit(0)
                 raise RuntimeError("injected fault")
-            if plan.delay_s:
+            if plan.delay_s and plan.process != "fork server":
                 threading.Thread(target=self._signal, daemon=True).start()
             else:
                 self._signal()
@@ -155,6 +157,8 @@ class _Trap:
         target = {"launcher": parent.pid, "fork server": os.getppid(), "everyone": -os.getpgrp()}
         _note(plan)
         os.kill(target.get(plan.process, os.getpid()), SIGNALS[plan.fault])
+        if (plan.process, plan.fault) == ("fork server", "killed"):
+            time.sleep(MORE_WORK_S)
 
 
 def _note(plan: Plan) -> None:
