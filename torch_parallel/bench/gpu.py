@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_parallel.bench.collectives import Job, Timing, Ways, alternate
+from torch_parallel.bench.common import start_group
 from torch_parallel.bench.operations import ALGORITHMS, base, bus_factor, by_torch, expected
 from torch_parallel.collectives import Collective
 from torch_parallel.communicator import Communicator
@@ -109,8 +110,7 @@ def time_jobs(
     """
     if not isinstance(communicator.transport, CudaIpcTransport):
         return None
-    rank, n, device = communicator.rank, communicator.world_size, communicator.device
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=n, device_id=device)
+    start_group(communicator, store)
     timings = [_time_job(communicator, operation, size, all_settings) for operation, size, _ in jobs]
     communicator.barrier()
     dist.destroy_process_group()

@@ -51,7 +51,7 @@ from torch_parallel.strategies import FROM_SCRATCH
 from torch_parallel.training.config import DEFAULT_BUCKET_MB, DEVICES, PRECISIONS, ConfigError, OneLineParser
 from torch_parallel.training.optimizers import OPTIMIZERS
 
-Side = TypeVar("Side", str, float)
+Side = TypeVar("Side")
 
 DEFAULT_STRATEGIES = ("sharded_param_server", "ring_all_reduce")
 PROFILED_STEPS = 3
@@ -164,8 +164,8 @@ def bench_step(arguments: list[str]) -> None:
     bench = _Bench(options, device, setting)
     chosen = asdict(bench.setting)
     entries = {"parameters": size, **{key: value for key, value in chosen.items() if key != "parameters"}}
-    about = {"device": device, **entries, "ddp_step_s_by_bucket_mb": bench.ddp_s, **bench.versions}
-    with recorded(folder, n=options.n_gpus, **about):
+    about = {"device": device, "ddp_step_s_by_bucket_mb": bench.ddp_s, **(versions() if device == "cuda" else {})}
+    with recorded(folder, n=options.n_gpus, **entries, **about):
         for name in options.strategy:
             bench.compare(name)
             # one bucket has nothing to run beside
@@ -183,7 +183,6 @@ class _Bench:
 
     def __init__(self, options: Any, device: str, setting: Setting) -> None:
         self.options, self.device = options, device
-        self.versions = versions() if device == "cuda" else {}
         self.turns = (options.steps, options.repeats)
         self.work: list[dict[str, Any]] = []
         self.setting = setting
