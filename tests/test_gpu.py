@@ -90,6 +90,7 @@ def die(communicator: Any, job: Any) -> dict[str, Any]:
     return trainer.run()
 
 
+@pytest.mark.alone
 def test_a_worker_that_dies_gives_its_memory_back(tmp_path: Path) -> None:
     used_before = gpu_memory_mb()
     with pytest.raises(WorkerFailure, match="rank 1 failed: RuntimeError: dies here"):

@@ -416,6 +416,7 @@ def killed(communicator: Communicator, folder: str) -> None:
             communicator.transport.synchronize()
 
 
+@pytest.mark.alone
 @both_performers
 def test_a_killed_peer_ends_the_run_and_gives_its_memory_back(performer: str, tmp_path: Path) -> None:
     left_before, used_before = set(Path("/dev/shm").glob("torch_*")), gpu_memory_mb()
@@ -464,6 +465,7 @@ def memory_of_all_gpus(communicator: Communicator) -> list[int] | None:
     return used
 
 
+@pytest.mark.alone
 @two_gpus
 def test_no_process_has_a_context_on_another_ones_gpu() -> None:
     """What one process alone has in use on GPU 0, each of two has on its own, which idle as little as each other."""
