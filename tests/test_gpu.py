@@ -112,14 +112,14 @@ class NotANumberInThirdForward(nn.Module):
         return self.layer(images.flatten(1)) * (torch.nan if self.forwards == 3 else 1.0)
 
 
-how_exchanged = pytest.mark.parametrize(
-    "how",
-    [{"overlap": False}, {"overlap": True}, {"overlap": True, "bucket_mb": 0.001}],
-    ids=["after backward", "one bucket", "two buckets"],
-)
+HOW_EXCHANGED = [
+    pytest.param({"overlap": False}, id="after backward"),
+    pytest.param({"overlap": True}, id="one bucket"),
+    pytest.param({"overlap": True, "bucket_mb": 0.001}, id="two buckets"),
+]
 
 
-@how_exchanged
+@pytest.mark.parametrize("how", [*HOW_EXCHANGED, pytest.param({"strategy": "ddp"}, id="ddp")])
 def test_a_gradient_that_is_not_finite_is_named_with_its_step_though_it_is_looked_at_later(
     tmp_path: Path, how: dict[str, Any]
 ) -> None:
@@ -147,7 +147,7 @@ class NotANumberOnSecondGPU(NotANumberInThirdForward):
         return super().forward(images)
 
 
-@how_exchanged
+@pytest.mark.parametrize("how", HOW_EXCHANGED)
 def test_the_rank_is_named_whose_gradient_was_not_finite(tmp_path: Path, how: dict[str, Any]) -> None:
     """The others see it in the sum, in the same step, and may say so first."""
     configuration = RunConfig(n_gpus=2, device="cuda", batch_size=16, results_dir=str(tmp_path), **how)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torch_parallel.gradients.buckets import Bucket
-from torch_parallel.gradients.finite import FiniteCheck, NotFinite, SumNotFinite
+from torch_parallel.gradients.finite import FiniteCheck, NamedCheck, NotFinite, SumNotFinite
 from torch_parallel.transport.buffer import SharedBuffer
 
 CPU = torch.device("cpu")
@@ -107,3 +107,33 @@ def test_buckets_of_several_types_are_looked_at_together(enqueues_on: torch.devi
     buckets[1].gradients[4] = math.inf
     with pytest.raises(NotFinite, match="gradient of b is"):
         steps(check, *(lambda bucket=bucket: check.look_at_own(bucket) for bucket in buckets))
+
+
+later = pytest.mark.parametrize("device", [pytest.param(CPU, id="later"), on_gpu])
+
+
+@later
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_it_is_named_a_step_later_by_who_looks_at_each(device: torch.device, value: float) -> None:
+    """Though the gradients have other values by then, are of several types, and one was not there."""
+    a, b, c = (
+        torch.full((3,), torch.finfo(dtype).max, dtype=dtype, device=device)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16)
+    )
+    check = NamedCheck(3, device)
+    check.confirm()
+    for _ in range(3):
+        check.look([("a", a), ("b", b), ("c", c)])
+    c[1] = value
+    check.look([("a", a), ("c", c)])
+    c.zero_()
+    with pytest.raises(NotFinite, match="^the gradient of c is NaN or infinite$") as raised:
+        check.look([("a", a), ("b", b), ("c", c)])
+    assert raised.value.late
+    b[0] = value
+    check.look([("b", b)])
+    with pytest.raises(NotFinite, match="gradient of b is") as raised:
+        check.confirm()
+    assert not raised.value.late
+    check.look([])
+    check.confirm()

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch_parallel.gradients.buckets import Bucket
 
 Parts = Iterable[tuple[str, Tensor]]
+MAGNITUDE_BYTES = 8
 
 
 class NotFinite(ArithmeticError):
@@ -78,7 +79,7 @@ class FiniteCheck:
         """Raises NotFinite for what the last step's looks have shown, if that has not been asked yet."""
         if self._later is None or not self._later.sent:
             return
-        largest, looks, self._looks = self._later.read(), self._looks, {}
+        largest, looks, self._looks = self._later.magnitudes(), self._looks, {}
         for number, (parts, error) in looks.items():
             if not math.isfinite(largest[number]):
                 # An in-place exchange has put the sums over this rank's own by now. They are not finite either; where a
@@ -86,42 +87,81 @@ class FiniteCheck:
                 raise error.of(first_not_finite(parts) or "a parameter", late)
 
 
-class _Largest:
-    """The largest magnitudes in tensors, found on a device and brought to the host: not finite where an element is not.
+class NamedCheck:
+    """Looks once a step at gradients that lie anywhere on a device, and tells a step later, when the host need not wait.
 
-    A magnitude has its tensor's type, whose range it may need, so each has the bytes of the largest type.
+    It keeps a magnitude of each, so they need not be there any more when the answer is read.
     """
 
-    BYTES = 8
-
     def __init__(self, count: int, device: torch.device) -> None:
+        """For at most `count` gradients."""
+        self._answers = _Answers(count * MAGNITUDE_BYTES, device)
+        self._places = list(self._answers.on_device.view(torch.float64).unbind())
+        self._names: list[str] = []
+
+    def look(self, gradients: list[tuple[str, Tensor]]) -> None:
+        """Raises NotFinite for those that it looked at before."""
+        self.confirm(late=True)
+        self._names = [name for name, _ in gradients]
+        if gradients:
+            norms = torch._foreach_norm([gradient for _, gradient in gradients], math.inf)
+            torch._foreach_copy_(self._places[: len(gradients)], norms)
+            self._answers.send()
+
+    def confirm(self, late: bool = False) -> None:
+        """Raises NotFinite for what the last look has shown, if that has not been asked yet."""
+        if self._answers.sent:
+            for name, magnitude in zip(self._names, self._answers.read().view(torch.float64).tolist(), strict=False):
+                if not math.isfinite(magnitude):
+                    raise NotFinite.of(name, late)
+
+
+class _Answers:
+    """Bytes that are written on a device, brought to the host without its waiting, and read there."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
-        self._on_device = torch.zeros(count * self.BYTES, dtype=torch.uint8, device=device)
-        self._on_host = torch.zeros(count * self.BYTES, dtype=torch.uint8, pin_memory=on_gpu)
-        self._places: dict[int, tuple[Tensor, Tensor]] = {}  # of each number that was put: on the device, on the host
+        self.on_device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.on_host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=on_gpu)
         self._arrival = torch.cuda.Event() if on_gpu else None
         self.sent = False
         """Whether there is something to read."""
 
+    def send(self) -> None:
+        self.on_host.copy_(self.on_device, non_blocking=True)
+        if self._arrival is not None:
+            self._arrival.record(torch.cuda.current_stream(self.on_device.device.index))
+        self.sent = True
+
+    def read(self) -> Tensor:
+        """What was sent last, once it is there."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        self.sent = False
+        return self.on_host
+
+
+class _Largest(_Answers):
+    """The largest magnitudes in tensors: not finite where an element is not.
+
+    A magnitude has its tensor's type, whose range it may need, so each has the bytes of the largest type.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        super().__init__(count * MAGNITUDE_BYTES, device)
+        self._places: dict[int, tuple[Tensor, Tensor]] = {}  # of each number that was put: on the device, on the host
+
     def put(self, number: int, tensor: Tensor) -> None:
         if number not in self._places:
-            start, stop = number * self.BYTES, number * self.BYTES + tensor.itemsize
-            on_device, on_host = (each[start:stop].view(tensor.dtype)[0] for each in (self._on_device, self._on_host))
+            start, stop = number * MAGNITUDE_BYTES, number * MAGNITUDE_BYTES + tensor.itemsize
+            on_device, on_host = (each[start:stop].view(tensor.dtype)[0] for each in (self.on_device, self.on_host))
             self._places[number] = on_device, on_host
         if tensor.numel():
             torch.linalg.vector_norm(tensor, math.inf, out=self._places[number][0])
 
-    def send(self) -> None:
-        self._on_host.copy_(self._on_device, non_blocking=True)
-        if self._arrival is not None:
-            self._arrival.record(torch.cuda.current_stream(self._on_device.device.index))
-        self.sent = True
-
-    def read(self) -> dict[int, float]:
+    def magnitudes(self) -> dict[int, float]:
         """Those that were sent last, by number, once they are there."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        self.sent = False
+        self.read()
         return {number: on_host.item() for number, (_, on_host) in self._places.items()}
 
 

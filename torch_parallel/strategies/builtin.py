@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from torch_parallel.communicator import Communicator
 from torch_parallel.gradients.buckets import NamedParameters
-from torch_parallel.gradients.finite import NotFinite, first_not_finite
+from torch_parallel.gradients.finite import NamedCheck, NotFinite, first_not_finite
 from torch_parallel.strategies.base import OptimizerFactory, Strategy
 
 SAMPLED_EVERY = 10
@@ -38,6 +38,9 @@ class Builtin(Strategy):
         if not self.parameters:
             raise ValueError("the model has no trainable parameter: all are frozen (requires_grad=False), or none is")
         self.optimizers = [optimizer_factory(self.parameters)]
+        # Whoever needs the norm before the update waits for it; else a GPU is not to run out of work for being asked.
+        later = self.communicator.device.type == "cuda" and self.clip_norm is None and not self.skip_not_finite
+        self._later = NamedCheck(len(self.parameters), self.communicator.device) if later else None
 
     def optimized(self) -> Iterable[tuple[NamedParameters, Optimizer]]:
         return [(self.parameters, self.optimizers[0])]
@@ -51,6 +54,10 @@ class Builtin(Strategy):
 
     def _step(self) -> None:
         gradients = [(name, each.grad) for name, each in self.parameters if each.grad is not None]
+        if self._later is not None:
+            self._later.look(gradients)
+            self.optimizers[0].step()
+            return
         norm = torch.nn.utils.get_total_norm([gradient for _, gradient in gradients])
         self.last_norm = norm.item()
         # a norm may overflow though no gradient does
@@ -63,6 +70,11 @@ class Builtin(Strategy):
             parameters = [each for _, each in self.parameters]
             torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
         self.optimizers[0].step()
+
+    def confirm(self) -> None:
+        super().confirm()
+        if self._later is not None:
+            self._later.confirm()
 
 
 class DistributedDataParallelStrategy(Builtin):
