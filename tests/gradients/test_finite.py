@@ -127,7 +127,7 @@ def test_it_is_named_a_step_later_by_who_looks_at_each(device: torch.device, val
     c[1] = value
     check.look([("a", a), ("c", c)])
     c.zero_()
-    with pytest.raises(NotFinite, match="^the gradient of c is NaN or infinite$") as raised:
+    with pytest.raises(NotFinite, match=r"^the gradient of c is NaN or infinite$") as raised:
         check.look([("a", a), ("b", b), ("c", c)])
     assert raised.value.late
     b[0] = value

@@ -88,7 +88,7 @@ class FiniteCheck:
 
 
 class NamedCheck:
-    """Looks once a step at gradients that lie anywhere on a device, and tells a step later, when the host need not wait.
+    """Looks once a step at gradients that lie anywhere on a device, and tells a step later: the host need not wait.
 
     It keeps a magnitude of each, so they need not be there any more when the answer is read.
     """
