@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,10 @@ def test_a_bench_is_fitted_anew_from_its_table(tmp_path: Path, capsys: pytest.Ca
     assert float(told["ring"][0].replace(",", "")) == pytest.approx(expected_us, rel=0.03)
     with pytest.raises(ConfigError, match="2 ranks or more"):
         bench.main(["fit", str(tmp_path), "--n", "1"])
-    (tmp_path / "fit.json").unlink()
-    with pytest.raises(ConfigError, match=r"no fit\.json there; make it by `python -m torch_parallel bench fit "):
-        bench.main(["fit", str(tmp_path), "--n", "4"])
+    fitted = tmp_path / "fit.json"
+    for damage in (fitted.unlink, partial(fitted.write_text, "[]"), partial(fitted.write_text, '{"anchors": 1')):
+        damage()
+        with pytest.raises(ConfigError, match=r"no fit to predict by .* make it by `python -m "):
+            bench.main(["fit", str(tmp_path), "--n", "4"])
     with pytest.raises(ConfigError, match="no timings to fit there"):
         bench.main(["fit", str(tmp_path / "nothing")])

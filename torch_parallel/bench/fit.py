@@ -174,7 +174,8 @@ def save_fit(folder: Path, processors: int) -> None:
     write_table(folder / "fit.csv", rows)
     from torch_parallel.analysis.communication import fit_found  # likewise: matplotlib
 
-    print(fit_found(folder))
+    if found := fit_found(folder):
+        print(found)
 
 
 def foretold(folder: Path, n: int, nbytes: int) -> str:
@@ -200,13 +201,13 @@ def bench_fit(arguments: list[str]) -> None:
     folder = options.folder
     if (options.n is not None and options.n < 2) or not 0 < options.mb < math.inf:
         raise ConfigError(f"--n {options.n} --mb {options.mb}: it takes 2 ranks or more, and more than 0 MiB")
-    if options.n is not None and folder.is_dir() and not (folder / "fit.json").exists():
-        raise ConfigError(f"{folder}: no fit.json there; make it by `python -m torch_parallel bench fit {folder}`")
     try:
         if options.n is not None:
             print(foretold(folder, options.n, round(options.mb * 2**20)))
-            return
-        processors = json.loads((folder / "manifest.json").read_text())["machine"]["processors"]
-        save_fit(folder, processors)
-    except (OSError, ValueError, KeyError) as error:
+        else:
+            save_fit(folder, json.loads((folder / "manifest.json").read_text())["machine"]["processors"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if options.n is not None:
+            remedy = f"make it by `python -m torch_parallel bench fit {folder}`"
+            raise ConfigError(f"{folder}: no fit to predict by there ({error}); {remedy}") from None
         raise ConfigError(f"{folder}: no timings to fit there ({error})") from None
