@@ -17,11 +17,22 @@ from torch_parallel.training.compiling import compile_layers, layers_of
 from torch_parallel.workloads import build_model
 
 
-def test_layers_are_what_the_outermost_long_container_holds() -> None:
+def test_layers_are_what_every_outermost_long_container_holds_and_what_lies_outside() -> None:
     layers = [nn.Linear(2, 2) for _ in range(4)]
     encoder = nn.Module()
     encoder.layers, encoder.norm = nn.ModuleList(layers), nn.LayerNorm(2)
-    assert layers_of(nn.Sequential(nn.Flatten(), encoder)) == layers
+    assert layers_of(nn.Sequential(nn.Flatten(), encoder)) == [*layers, encoder.norm]
+    two = nn.Transformer(8, 2, num_encoder_layers=4, num_decoder_layers=5, dim_feedforward=8, batch_first=True)
+    assert len(layers_of(two)) == 4 + 5 + 2  # and the two norms
+    listed = nn.ModuleList([nn.ModuleDict({"a": layers[0]}), nn.ModuleList([layers[1], nn.Sequential(*layers)])])
+    assert layers_of(listed) == [layers[0], layers[1], *layers]
+    blocks = {
+        length: nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(length)))
+        for length in (3, 4, 6)
+    }  # as ResNet-50 has them
+    resnet = nn.Sequential(nn.Conv2d(3, 2, 1), *blocks.values())
+    resnet = nn.Sequential(*list(resnet)[:2], nn.Sequential(*list(resnet)[2:]))
+    assert layers_of(resnet) == [resnet[0], blocks[3], *blocks[4], *blocks[6]]
     deep = nn.Sequential(nn.Sequential(*layers), *(nn.ReLU() for _ in range(3)))
     assert layers_of(deep) == list(deep)
     short = nn.Sequential(*layers[:3])
@@ -31,7 +42,7 @@ def test_layers_are_what_the_outermost_long_container_holds() -> None:
 def test_names_stay_and_nothing_is_compiled_before_it_is_called() -> None:
     model = build_model("mobilenet_v2", (1, 8, 8), 3)
     names = list(model.state_dict())
-    assert len(layers_of(model)) == 19  # MobileNetV2's features: the first convolution, 17 blocks, the last one
+    assert len(layers_of(model)) == 20  # MobileNetV2: the first convolution, 17 blocks, the last one, the classifier
     compile_layers(model)
     assert list(model.state_dict()) == names
 

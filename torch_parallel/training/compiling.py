@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 CONTAINERS = (nn.Sequential, nn.ModuleList)
+NOT_CALLED = (nn.ModuleList, nn.ModuleDict)
+"""Containers without a forward of their own, so there is nothing in them to compile but what they hold."""
 FEWEST_LAYERS = 4
 
 
@@ -26,11 +28,16 @@ def compile_layers(model: nn.Module) -> None:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """What the outermost container of four or more layers holds; without one, the model."""
-    level = [model]
-    while level:
-        for module in level:
-            if isinstance(module, CONTAINERS) and len(module) >= FEWEST_LAYERS:
-                return list(module)
-        level = [child for module in level for child in module.children()]
-    return [model]
+    """What every outermost container of four or more layers holds, and what lies outside of them, piece by piece.
+
+    Without such a container it is the model. What has no parameters stays as it is, unless it is such a layer.
+    """
+    if _is_long(model):
+        return list(model.children())
+    if not isinstance(model, NOT_CALLED) and not any(map(_is_long, model.modules())):
+        return [model]
+    return [layer for child in model.children() if any(True for _ in child.parameters()) for layer in layers_of(child)]
+
+
+def _is_long(module: nn.Module) -> bool:
+    return isinstance(module, CONTAINERS) and len(module) >= FEWEST_LAYERS
