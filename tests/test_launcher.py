@@ -135,6 +135,16 @@ def test_at_least_one_process(n: int) -> None:
         launch(add_up, n, 1.0)
 
 
+@pytest.mark.parametrize("deadline_s", [0.0, -1.0, float("nan"), float("inf"), 1e10])
+def test_a_deadline_that_is_none_is_refused(deadline_s: float) -> None:
+    with pytest.raises(ValueError, match=f"deadline_s = {deadline_s}: a deadline is > 0 and at most 2,000,000 s"):
+        launch(add_up, 1, 1.0, deadline_s=deadline_s)
+
+
+def test_the_longest_deadline_fits_into_what_waits_by_it() -> None:
+    assert launch(add_up, 2, 1.0, deadline_s=2e6, signal_pipes=True)
+
+
 def _generator() -> Any:
     yield 1
 

@@ -35,6 +35,7 @@ from torch_parallel.mailbox import Failure, mailbox
 from torch_parallel.status import StatusBoard
 from torch_parallel.topology import Topology
 from torch_parallel.transport.shared_memory import Wiring
+from torch_parallel.transport.signals import A_DEADLINE, LONGEST_DEADLINE_S
 from torch_parallel.worker_process import WorkerProcess
 
 TICK_S = 0.1
@@ -87,13 +88,16 @@ def launch(
     several share one. `signal_pipes` overrides how ranks signal (see `transport/signals.py`). With `links`, messages
     take as long as over those links (see `transport/links.py`), on GPUs too, by way of the host's memory.
 
-    Raises ValueError for n < 1 and for links of another number of ranks, NotPicklable, and WorkerFailure. `deadline_s`
-    bounds every wait of a worker, and how long a worker may go without communicating or reporting.
+    Raises ValueError for n < 1, for links of another number of ranks and for a deadline that is none, NotPicklable, and
+    WorkerFailure. `deadline_s` bounds every wait of a worker, and how long a worker may go without communicating or
+    reporting; it is at most LONGEST_DEADLINE_S.
     """
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"n = {n}: a whole number of processes is needed, at least one")
     if links is not None and links.world_size != n:
         raise ValueError(f"links of {links.world_size} ranks for n = {n}: make the topology for {n}")
+    if not 0 < deadline_s <= LONGEST_DEADLINE_S:
+        raise ValueError(f"deadline_s = {deadline_s}: {A_DEADLINE}")
     run = _Run(n, deadline_s, on_message, on_tick, Wiring.create(n, signal_pipes, links))
     try:
         run.start(

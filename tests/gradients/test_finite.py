@@ -115,15 +115,16 @@ later = pytest.mark.parametrize("device", [pytest.param(CPU, id="later"), on_gpu
 @later
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_it_is_named_a_step_later_by_who_looks_at_each(device: torch.device, value: float) -> None:
-    """Though the gradients have other values by then, are of several types, and one was not there."""
+    """Though the gradients have other values by then, are of several types, one is empty, and one was not there."""
     a, b, c = (
         torch.full((3,), torch.finfo(dtype).max, dtype=dtype, device=device)
         for dtype in (torch.float32, torch.float64, torch.bfloat16)
     )
-    check = NamedCheck(3, device)
+    empty = torch.empty(0, 3, device=device)
+    check = NamedCheck(4, device)
     check.confirm()
     for _ in range(3):
-        check.look([("a", a), ("b", b), ("c", c)])
+        check.look([("a", a), ("empty", empty), ("b", b), ("c", c)])
     c[1] = value
     check.look([("a", a), ("c", c)])
     c.zero_()
@@ -135,5 +136,6 @@ def test_it_is_named_a_step_later_by_who_looks_at_each(device: torch.device, val
     with pytest.raises(NotFinite, match="gradient of b is") as raised:
         check.confirm()
     assert not raised.value.late
-    check.look([])
-    check.confirm()
+    for nothing in ([], [("empty", empty)]):
+        check.look(nothing)
+        check.confirm()

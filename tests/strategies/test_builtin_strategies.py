@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_parallel import RunConfig, WorkerFailure, train
 from torch_parallel.strategies import BUILTIN
@@ -16,7 +16,7 @@ from torch_parallel.strategies import BUILTIN
 builtin = pytest.mark.parametrize("strategy", list(BUILTIN))
 
 
-def trained(folder: Path, strategy: str, n: int, **options: Any) -> dict[str, Tensor]:
+def trained(folder: Path, strategy: str, n: int, make_model: Any = None, **options: Any) -> dict[str, Tensor]:
     config = RunConfig(
         strategy=strategy,
         n_gpus=n,
@@ -27,7 +27,7 @@ def trained(folder: Path, strategy: str, n: int, **options: Any) -> dict[str, Te
         results_dir=str(folder),
         **options,
     )
-    return train(config, verbose=False).weights
+    return train(config, make_model=make_model, verbose=False).weights
 
 
 @builtin
@@ -63,3 +63,20 @@ def test_or_all_ranks_skip_the_step(tmp_path: Path, strategy: str) -> None:
         18,
         19,
     }  # of 20 steps: all but the first one or two
+
+
+class PartlyUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(64, 10), nn.Linear(3, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.used(images.flatten(1))
+
+
+def test_ddp_takes_unused_parameters_but_with_accumulation_says_what_would_help(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"train_size": 64, "batch_size": 16, "make_model": PartlyUsed}
+    before = trained(tmp_path, "ring_all_reduce", 1, **options, lr=0.0)["unused.weight"]
+    assert torch.equal(trained(tmp_path, "ddp", 2, **options)["unused.weight"], before)
+    with pytest.raises(WorkerFailure, match="leave --accumulate out, freeze what is not used, or take another"):
+        trained(tmp_path, "ddp", 2, **options, accumulate=2)

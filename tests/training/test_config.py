@@ -148,7 +148,8 @@ BAD = [
     ("--bucket_mb", "0", "> 0"),
     ("--bucket_mb", "nan", "> 0"),
     ("--deadline_s", "0", "> 0"),
-    ("--deadline_s", "inf", "finite"),
+    ("--deadline_s", "inf", "at most 2,000,000 s"),
+    ("--deadline_s", "10000000000.0", "at most 2,000,000 s"),
     ("--device", "tpu", "choose from"),
     ("--dtype", "int8", "choose from"),
 ]

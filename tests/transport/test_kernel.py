@@ -140,6 +140,40 @@ def test_who_waits_in_vain_gives_up_at_the_limit_and_says_for_whom() -> None:
     assert 0.5 <= taken_s < 30
 
 
+def waits_twice(communicator: Communicator) -> list[int]:
+    """A wait whose flag comes just after its limit, before the next look, and one whose flag comes within it."""
+    global tl, kernel, triton
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+    import triton.language as tl
+
+    from torch_parallel.transport import kernel
+
+    flag, late, states = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), torch.zeros(2)
+    times_ns = iter([0, 100, 100, 105])  # the first wait begins, looks, then the second does; the limit is 10
+
+    def clock():  # type: ignore[no-untyped-def]
+        now_ns = next(times_ns)
+        flag[0] += now_ns in (100, 105)  # what is waited for comes while the program looks at the clock
+        if now_ns == 100 and flag[0] == 2:
+            flag[0] = 1  # the second wait begins
+        return tl.full((), now_ns, tl.int64)
+
+    kernel._nanoseconds, kernel._LOOKS = clock, tl.constexpr(1)
+
+    @triton.jit
+    def twice(flag, late, states, limit_ns):  # type: ignore[no-untyped-def]
+        tl.store(states, kernel._came(flag, 1, late, limit_ns))
+        tl.store(states + 1, kernel._came(flag, 2, late, limit_ns))
+
+    twice[(1,)](flag, late, states, 10)
+    return [int(state) for state in states]
+
+
+def test_a_wait_that_ends_at_its_limit_leaves_the_next_one_its_own() -> None:
+    assert launch(waits_twice, 1, threads=1, deadline_s=60) == [[1, 1]]
+
+
 def what_it_can_perform(communicator: Communicator) -> list[str]:
     from torch_parallel.transport.triton_performer import TritonPerformer
 

@@ -31,6 +31,7 @@ from torch_parallel.bench.common import recorded, save, start_group, write_table
 from torch_parallel.bench.gpu import versions
 from torch_parallel.bench.sides import (
     ALONE,
+    CLASSES,
     DDP,
     IMAGES,
     OVERLAPPING,
@@ -48,8 +49,10 @@ from torch_parallel.gradients.buckets import cut_into_buckets
 from torch_parallel.launcher import launch
 from torch_parallel.results import RunFolder
 from torch_parallel.strategies import FROM_SCRATCH
+from torch_parallel.training.compiling import check_compiler
 from torch_parallel.training.config import DEFAULT_BUCKET_MB, DEVICES, PRECISIONS, ConfigError, OneLineParser
 from torch_parallel.training.optimizers import OPTIMIZERS
+from torch_parallel.workloads import build_model
 
 Side = TypeVar("Side")
 
@@ -317,7 +320,24 @@ def _parse(arguments: list[str]) -> Any:
     for name, value in sizes + [("ddp_bucket_mb", each) for each in options.ddp_bucket_mb]:
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name} {value}: it must be finite and > 0")
+    if options.image_side is not None:
+        _check_image_side(options.model, options.image_side)
+    if options.compile:
+        check_compiler(options.device)
     return options
+
+
+def _check_image_side(model: str, side: int) -> None:
+    """Raises ConfigError where the model cannot be made for such images, or cannot be fed with one."""
+    if model == "mlp":
+        raise ConfigError(f"--image_side {side}: mlp is fed with no images; leave it out, or take another --model")
+    try:
+        shape = (IMAGES[model][0], side, side)
+        with torch.device("meta"):
+            build_model(model, shape, CLASSES).eval()(torch.empty(1, *shape))
+    except (RuntimeError, ValueError, AssertionError, ArithmeticError) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(f"--image_side {side}: {model} cannot take such images ({why}); leave it out") from None
 
 
 def _line(row: dict[str, Any]) -> str:

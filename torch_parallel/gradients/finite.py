@@ -102,10 +102,11 @@ class NamedCheck:
     def look(self, gradients: list[tuple[str, Tensor]]) -> None:
         """Raises NotFinite for those that it looked at before."""
         self.confirm(late=True)
-        self._names = [name for name, _ in gradients]
-        if gradients:
-            norms = torch._foreach_norm([gradient for _, gradient in gradients], math.inf)
-            torch._foreach_copy_(self._places[: len(gradients)], norms)
+        some = [(name, gradient) for name, gradient in gradients if gradient.numel()]
+        self._names = [name for name, _ in some]
+        if some:
+            norms = torch._foreach_norm([gradient for _, gradient in some], math.inf)
+            torch._foreach_copy_(self._places[: len(some)], norms)
             self._answers.send()
 
     def confirm(self, late: bool = False) -> None:

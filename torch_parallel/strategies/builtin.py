@@ -81,7 +81,7 @@ class DistributedDataParallelStrategy(Builtin):
     """torch.nn.parallel.DistributedDataParallel at its best settings: gloo on the CPU, NCCL on GPUs.
 
     Gradients lie in its buckets, and the graph is taken to be the same in every step, which torch does not allow with
-    accumulation. A parameter that no rank uses gets a gradient of zeros, and not None.
+    accumulation: then every step must use every parameter, else RuntimeError.
     """
 
     options = ("accumulate",)
@@ -104,12 +104,23 @@ class DistributedDataParallelStrategy(Builtin):
             static_graph=accumulate == 1,
         )
         self.ddp._set_ddp_runtime_logging_sample_rate(SAMPLED_EVERY)
-        self.forward = self.ddp
+        self.forward = self._forward
         self.loss_factor = float(communicator.world_size)  # it takes the mean over the ranks
         self._steps = self.exchange_samples = 0
 
     def synchronising(self, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if last else cast(AbstractContextManager[None], self.ddp.no_sync())
+
+    def _forward(self, *inputs: Any) -> Any:
+        try:
+            return self.ddp(*inputs)
+        except RuntimeError as error:
+            if "Expected to have finished reduction" not in str(error):
+                raise
+            raise RuntimeError(
+                "DistributedDataParallel accumulates only where every step uses every parameter: leave --accumulate "
+                "out, freeze what is not used, or take another --strategy"
+            ) from None
 
     def step(self) -> None:
         self._steps += 1

@@ -6,13 +6,29 @@ exchange to overlap with.
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+
 import torch
 from torch import nn
+
+from torch_parallel.training.config import ConfigError
 
 CONTAINERS = (nn.Sequential, nn.ModuleList)
 NOT_CALLED = (nn.ModuleList, nn.ModuleDict)
 """Containers without a forward of their own, so there is nothing in them to compile but what they hold."""
 FEWEST_LAYERS = 4
+
+
+def check_compiler(device: str) -> None:
+    """Raises ConfigError where torch.compile would find no compiler of C++, which it says in a hundred lines."""
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if device == "cpu" and shutil.which(compiler) is None:
+        raise ConfigError(
+            f"--compile: on the CPU torch.compile needs a compiler of C++, and there is no {compiler}: install one "
+            "(g++), name one in CXX, or leave --compile out"
+        )
 
 
 def compile_layers(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from torch_parallel.training.aggregate import AGGREGATES
 from torch_parallel.training.optimizers import DEFAULT_LR, OPTIMIZERS
 from torch_parallel.training.schedule import SCHEDULES
 from torch_parallel.transport.cuda_ipc import PERFORMERS
+from torch_parallel.transport.signals import A_DEADLINE, LONGEST_DEADLINE_S
 from torch_parallel.workloads import DATASETS, MODELS
 
 NOT_FINITE = ("stop", "skip")
@@ -174,31 +175,33 @@ class RunConfig:
                 self._check_choice(each.name)
         servers = STRATEGIES[self.strategy].server_count
         if self.n_gpus is not None:
-            self._check("n_gpus", self.n_gpus >= 1, "at least 1 process is needed")
-            self._check(
+            self.require("n_gpus", self.n_gpus >= 1, "at least 1 process is needed")
+            self.require(
                 "n_gpus",
                 self.n_gpus > servers,
                 f"{self.strategy} needs at least {servers + 1}: rank 0 is the server, the others train",
             )
         self._check_own_options()
-        self._check("batch_size", self.batch_size >= 1, "a step needs at least 1 sample")
-        self._check("epochs", self.epochs is None or self.epochs >= 1, "at least 1 epoch is needed")
-        self._check("lr", self.lr is None or (math.isfinite(self.lr) and self.lr >= 0), "it must be finite and not < 0")
-        self._check("momentum", 0 <= self.momentum < 1, "it must lie in [0, 1)")
-        self._check("weight_decay", 0 <= self.weight_decay < math.inf, "it must be finite and not < 0")
-        self._check("train_size", self.train_size is None or self.train_size >= 1, "at least 1 sample is needed")
-        self._check("test_size", self.test_size is None or self.test_size >= 1, "at least 1 sample is needed")
-        self._check("seed", 0 <= self.seed < 2**63, "it must lie in [0, 2^63)")
-        self._check("warmup_steps", self.warmup_steps >= 0, "it must not be < 0")
-        self._check("accumulate", self.accumulate >= 1, "at least 1 micro-batch is needed")
-        self._check("clip_norm", self.clip_norm is None or 0 < self.clip_norm < math.inf, "it must be finite and > 0")
-        self._check("check_replicas", self.check_replicas >= 0, "it must not be < 0")
-        self._check("checkpoint_every", self.checkpoint_every >= 0, "it must not be < 0")
+        self.require("batch_size", self.batch_size >= 1, "a step needs at least 1 sample")
+        self.require("epochs", self.epochs is None or self.epochs >= 1, "at least 1 epoch is needed")
+        self.require(
+            "lr", self.lr is None or (math.isfinite(self.lr) and self.lr >= 0), "it must be finite and not < 0"
+        )
+        self.require("momentum", 0 <= self.momentum < 1, "it must lie in [0, 1)")
+        self.require("weight_decay", 0 <= self.weight_decay < math.inf, "it must be finite and not < 0")
+        self.require("train_size", self.train_size is None or self.train_size >= 1, "at least 1 sample is needed")
+        self.require("test_size", self.test_size is None or self.test_size >= 1, "at least 1 sample is needed")
+        self.require("seed", 0 <= self.seed < 2**63, "it must lie in [0, 2^63)")
+        self.require("warmup_steps", self.warmup_steps >= 0, "it must not be < 0")
+        self.require("accumulate", self.accumulate >= 1, "at least 1 micro-batch is needed")
+        self.require("clip_norm", self.clip_norm is None or 0 < self.clip_norm < math.inf, "it must be finite and > 0")
+        self.require("check_replicas", self.check_replicas >= 0, "it must not be < 0")
+        self.require("checkpoint_every", self.checkpoint_every >= 0, "it must not be < 0")
         why = f"it keeps parameters and gradients in float32, and not in {self.dtype}: leave one of the two out"
-        self._check("precision", self.precision == "full" or self.dtype == "float32", why)
+        self.require("precision", self.precision == "full" or self.dtype == "float32", why)
         good = self.bucket_mb is None or 0 < self.bucket_mb < math.inf
-        self._check("bucket_mb", good, "it must be finite and > 0")
-        self._check("deadline_s", 0 < self.deadline_s < math.inf, "it must be finite and > 0")
+        self.require("bucket_mb", good, "it must be finite and > 0")
+        self.require("deadline_s", 0 < self.deadline_s <= LONGEST_DEADLINE_S, A_DEADLINE)
         try:
             emulation.check(self)
         except ValueError as error:
@@ -276,20 +279,21 @@ class RunConfig:
             takers = [other for other, strategy in STRATEGIES.items() if name in strategy.options]
             default = type(self).__dataclass_fields__[name].default
             taken = self.strategy in takers or getattr(self, name) in (default, False)
-            self._check(name, taken, f"{self.strategy} does not take it; give --strategy {' or '.join(takers)}")
+            self.require(name, taken, f"{self.strategy} does not take it; give --strategy {' or '.join(takers)}")
             value = getattr(self, name)
-            self._check(name, not isinstance(value, int) or value >= 0, "it must not be < 0")
+            self.require(name, not isinstance(value, int) or value >= 0, "it must not be < 0")
         if self.backup_workers and self.n_gpus is not None:
             workers = self.n_gpus - STRATEGIES[self.strategy].server_count
             why = f"it must be less than the number of workers, {workers}: one at least is waited for"
-            self._check("backup_workers", self.backup_workers < workers, why)
+            self.require("backup_workers", self.backup_workers < workers, why)
         why = f"with {self.strategy} ranks hold different parameters between the ends of epochs; leave it out"
-        self._check("check_replicas", self.check_replicas == 0 or self.in_step, why)
+        self.require("check_replicas", self.check_replicas == 0 or self.in_step, why)
         adds_up_all = STRATEGIES[self.strategy].adds_up_all(**self.own_options)
         why = f"{self.strategy} updates by the gradients of some workers, averaged over their samples; leave it out"
-        self._check("aggregate", self.aggregate == "weighted" or adds_up_all, why)
+        self.require("aggregate", self.aggregate == "weighted" or adds_up_all, why)
 
-    def _check(self, name: str, good: bool, why: str) -> None:
+    def require(self, name: str, good: bool, why: str) -> None:
+        """Raises ConfigError for the flag of that name, as it is given, where its value is no good."""
         if not good:
             value = getattr(self, name)
             given = f"--{name if value else f'no_{name}'}" if isinstance(value, bool) else f"--{name} {value}"

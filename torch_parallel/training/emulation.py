@@ -26,7 +26,7 @@ def flags(config: RunConfig, names: tuple[str, ...] = COMPUTE + LINKS) -> dict[s
 
 
 def check(config: RunConfig) -> None:
-    """Raises ValueError with one line: the flag, its value, and what would do."""
+    """Raises ValueError, or the configuration's own error, with one line: the flag, its value, and what would do."""
     builtin, links = config.strategy in BUILTIN, config.link is not None or config.latency is not None
     common = STRATEGIES[config.strategy].common_sums and config.nodes != 1  # within a node nothing crosses a link
     one_memory = f"{config.strategy} needs memory that all workers have in common, which links have not: take another"
@@ -65,8 +65,7 @@ def check(config: RunConfig) -> None:
         ("workers_per_node", config.workers_per_node is None or config.nodes is not None, of_nodes),
         ("nics", config.nics == 1 or config.nodes is not None, of_nodes),
     ):
-        if not good:
-            raise ValueError(f"--{name} {getattr(config, name)}: {why}")
+        config.require(name, good, why)
     _check_count(config)
     topology(config)
     _stragglers(config)

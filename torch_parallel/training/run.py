@@ -21,6 +21,7 @@ from torch_parallel.results import ResultsError, RunFolder, environment
 from torch_parallel.strategies import BUILTIN, STRATEGIES
 from torch_parallel.trace import write_chrome_trace
 from torch_parallel.training import checkpoint, emulation
+from torch_parallel.training.compiling import check_compiler
 from torch_parallel.training.config import ConfigError, RunConfig
 from torch_parallel.training.display import Display
 from torch_parallel.training.loop import TENSORS, make_job, train_worker
@@ -66,6 +67,8 @@ def train(
         raise ConfigError(f"--performer {config.performer}: this run uses no GPU; take --performer auto")
     if config.performer == "triton" and importlib.util.find_spec("triton") is None:
         raise ConfigError("--performer triton: triton is not installed; take --performer auto")
+    if config.compile:
+        check_compiler(device)
     if dataset is None:
         dataset, data_line = load_dataset(
             config.dataset, config.data_dir, config.train_size, config.seed, config.test_size
@@ -162,7 +165,8 @@ def _checkpoint_to_resume(config: RunConfig, dataset_name: str) -> tuple[str, st
                 f"--resume {path}: it was made with --{name} {saved[name]}, and this run has {ours[name]}; "
                 f"give --{name} {saved[name]}"
             )
-    training = ["batch_size", "lr", "momentum", "weight_decay", "lr_schedule", "warmup_steps", "clip_norm", "aggregate"]
+    training = ["batch_size", "accumulate", "lr", "momentum", "weight_decay", "lr_schedule", "warmup_steps"]
+    training += ["clip_norm", "aggregate", "precision", "not_finite"]
     for settings in (saved, ours):
         settings["epochs"] = replace(config, epochs=settings["epochs"]).epochs_on(dataset_name)
     if config.lr_schedule != "constant":  # else nothing depends on where the training ends

@@ -52,7 +52,8 @@ def _came(flag, number, late, limit_ns):
     """Waits until the flag has reached `number`; 1 where it has, 2 where it has not within the limit.
 
     All threads of the program must come to the same answer, and each reads the time for itself. So one of them writes
-    to `late`, a word of this program's, 0 at first, that the limit has passed, and all go by what is there.
+    to `late`, a word of this program's, 0 at first, that the limit has passed, and all go by what is there at the next
+    look; if the flag has come by then, the next wait begins with 0 again.
     """
     state = 0
     looks = 0
@@ -64,6 +65,8 @@ def _came(flag, number, late, limit_ns):
             looks += 1
             if looks % _LOOKS == 0:
                 state = tl.where(tl.atomic_add(late, (_nanoseconds() - start > limit_ns).to(tl.int64)) > 0, 2, 0)
+    if (state == 1) & (looks >= _LOOKS):
+        tl.store(late, 0)
     tl.debug_barrier()  # all threads of the program see what the one that looked has seen
     return state
 

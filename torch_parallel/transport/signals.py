@@ -33,6 +33,10 @@ YIELDS_S = 0.05
 """Seconds of yielding before a waiter takes naps; a nap of 1 ms then adds at most 2 % to the wait."""
 NAP_S = 0.001
 
+LONGEST_DEADLINE_S = 2e6
+"""Its milliseconds fit into 32 bits, which is what `poll`, and the kernel on GPUs, wait by."""
+A_DEADLINE = f"a deadline is > 0 and at most {LONGEST_DEADLINE_S:,.0f} s, which are 23 days"
+
 
 def stores_are_ordered() -> bool:
     """Whether this processor makes stores visible in program order."""
