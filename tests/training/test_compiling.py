@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from torch_parallel import RunConfig, train
-from torch_parallel.training.compiling import compile_layers, layers_of
+from torch_parallel.training.compiling import check_compiler, compile_layers, layers_of
+from torch_parallel.training.config import ConfigError
 from torch_parallel.workloads import build_model
 
 
@@ -69,6 +70,14 @@ def test_every_layer_is_compiled_for_training_and_for_evaluation(name: str, monk
             model.eval()(torch.rand(4, 3, 32, 32))
     assert compiled
     torch._dynamo.reset()
+
+
+def test_a_missing_compiler_is_said_before_anything_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    with pytest.raises(ConfigError, match=r"^--compile: .* there is no /nowhere/g\+\+: install one .*, or leave"):
+        train(RunConfig(compile=True, device="cpu", dataset="digits", results_dir=str(tmp_path)), verbose=False)
+    assert not list(tmp_path.iterdir())
+    check_compiler("cuda")  # Triton needs none of C++
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")

@@ -139,6 +139,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"link": "1gbit", "strategy": "ddp"}, "--link 1gbit: ddp exchanges by torch's own means"),
     ({"latency": "1ms", "strategy": "ddp"}, "--latency 1ms: ddp exchanges by torch's own means"),
     ({"steps_csv": "x.csv", "strategy": "ddp"}, "--steps_csv x.csv: what ddp waits for cannot be seen"),
+    ({"steps_csv": "x.csv", "overlap": True}, "^--overlap: it hides what --steps_csv tells apart: take one"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from torch_parallel import Communicator, launch
+from torch_parallel.collectives import COLLECTIVES
 from torch_parallel.transport import cuda_ipc
 from torch_parallel.transport.base import TransportError
 from torch_parallel.transport.cuda_driver import DriverError
@@ -150,3 +152,21 @@ def test_a_gpu_that_is_full_is_told_to_all_ranks() -> None:
         [full, str([own, theirs]), str([own])],
         [full, str([theirs, own]), str([theirs])],
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "two", "four"),
+    [
+        ("ring", 128, 128),
+        ("two_shot", 128, 128),  # adds 3 quarters of a buffer on each of four ranks
+        ("one_shot", 128, math.inf),  # adds 1 whole buffer of a peer's, and 3
+        ("gather_scatter", 128, 128),  # only rank 0 adds
+        ("all_gather_average", 128, 128),  # adds what lies in its own memory
+        ("direct_reduce_scatter", 128, 128),
+        ("direct_all_gather", 32, 32),
+        ("broadcast", 32, 32),
+    ],
+)
+def test_up_to_which_size_the_kernel_is_the_faster_one(name: str, two: float, four: float) -> None:
+    for world_size, mebibytes in ((2, two), (4, four)):
+        assert cuda_ipc.kernel_up_to_bytes(COLLECTIVES[name], world_size) == mebibytes * 2**20

@@ -20,14 +20,17 @@ Control, texts to agree on and handles of memory, goes through the transport of 
 from __future__ import annotations
 
 import inspect
+import itertools
+import math
 import pickle
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from torch_parallel.collectives.schedule import Collective
+from torch_parallel.collectives.schedule import Collective, Local, Receive
 from torch_parallel.transport.base import Transport, TransportError
 from torch_parallel.transport.buffer import SharedBuffer
 from torch_parallel.transport.cuda_driver import DriverError, atomics_reach, streams_can_wait
@@ -44,8 +47,9 @@ PERFORMERS = ("auto", "plain", "triton")
 
 THROUGH_HOST = "what GPUs exchange goes through the host's memory"
 
-KERNEL_UP_TO_BYTES = 128 << 20
-"""With auto, larger buffers are performed the plain way: torch's copies are the faster ones then."""
+UP_TO_BYTES, COPIES_UP_TO_BYTES = 128 << 20, 32 << 20
+"""With auto, larger buffers are performed the plain way: torch's own operations are the faster ones then, and
+the sooner where nothing is added. On two and four H200, by calls back to back."""
 
 SLAB_BYTES = 32 << 20
 """Memory is shared in pieces of at least this size, since each costs every peer a mapping."""
@@ -78,6 +82,23 @@ def connect_gpus(host: Transport, device: torch.device, deadline_s: float, perfo
     transport = CudaIpcTransport(host, arena, signals, device, deadline_s, "plain" if why else performer)
     transport.meet()
     return transport, f"torch's own operations do what one kernel would do faster: {why}" if why else ""
+
+
+@cache
+def kernel_up_to_bytes(collective: Collective, world_size: int) -> float:
+    """The largest buffer that the kernel performs with auto; any, where all ranks add more than one whole buffer of
+    their peers': what the kernel does in one pass takes torch several, on four H200 twice the time."""
+    of_peers, own = zip(*(_chunks_added(collective, rank, world_size) for rank in range(world_size)), strict=True)
+    if not any(of_peers + own):
+        return COPIES_UP_TO_BYTES
+    return math.inf if min(of_peers) > collective.chunk_count(world_size) else UP_TO_BYTES
+
+
+def _chunks_added(collective: Collective, rank: int, world_size: int) -> tuple[int, int]:
+    """How many chunks of its peers' a rank adds, and how many that lie in its own memory."""
+    actions = list(itertools.chain.from_iterable(collective.rounds(rank, world_size)))
+    of_peers = sum(len(each.chunks) for each in actions if isinstance(each, Receive) and each.reduce)
+    return of_peers, sum(len(each.chunks) for each in actions if isinstance(each, Local) and each.reduce)
 
 
 def _stream_signals(
@@ -292,7 +313,7 @@ class CudaIpcTransport(Transport):
     def _takes_the_kernel(self, triton: TritonPerformer, collective: Collective, buffer: SharedBuffer) -> bool:
         if self.performer == "plain" or self.observer is not None or not triton.can_perform(collective, buffer):
             return False
-        return self.performer == "triton" or buffer.local.nbytes <= KERNEL_UP_TO_BYTES
+        return self.performer == "triton" or buffer.local.nbytes <= kernel_up_to_bytes(collective, self.world_size)
 
     def settle(self, leave: int = 0) -> None:
         self._raise_failure()
