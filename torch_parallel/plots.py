@@ -18,7 +18,7 @@ from torch_parallel.analysis import bottlenecks, communication, gpu, plots, time
 from torch_parallel.analysis.animate import save_gif
 from torch_parallel.analysis.choice import fastest_table
 from torch_parallel.analysis.figure import Figure
-from torch_parallel.analysis.runs import ExperimentMissing, Unequal, newest
+from torch_parallel.analysis.runs import ExperimentMissing, making, newest
 from torch_parallel.analysis.tables import with_tables
 from torch_parallel.collectives import COLLECTIVES
 from torch_parallel.collectives.choice import TABLE
@@ -43,7 +43,9 @@ TABLES = ("runs.csv", "bench.csv")
 
 
 def draw_all(results_dir: Path, media: Path, skip: Callable[[str], None] | None = None) -> list[Path]:
-    """Every figure of media/, and the animated ring; returns the files. Raises ExperimentMissing and Unequal.
+    """Every figure of media/, and the animated ring; returns the files.
+
+    Raises ExperimentMissing, Unequal and DamagedResults.
 
     With `skip`, that is called with a line for each figure whose results are missing, and the others are drawn.
     """
@@ -52,7 +54,8 @@ def draw_all(results_dir: Path, media: Path, skip: Callable[[str], None] | None 
     every: dict[str, Callable[[Path, Path], None]] = {name: partial(_draw, *how) for name, how in FIGURES.items()}
     for name, draw in (every | OTHERS).items():
         try:
-            draw(results_dir, media / name)
+            with making(str(media / name)):
+                draw(results_dir, media / name)
             drawn.append(media / name)
         except ExperimentMissing as error:
             if skip is None:
@@ -63,12 +66,12 @@ def draw_all(results_dir: Path, media: Path, skip: Callable[[str], None] | None 
 
 def _draw(draw: Callable[[Path], Figure], experiment: str, results_dir: Path, file: Path) -> None:
     folder = newest(experiment, results_dir)
-    _save(draw(folder), file, next(folder / name for name in TABLES if (folder / name).exists()))
+    _save(draw(folder), file, next((folder / name for name in TABLES if (folder / name).exists()), folder / TABLES[0]))
 
 
 def _draw_overlap(results_dir: Path, file: Path) -> None:
     folder = gpu.newest_overlap(results_dir)
-    _save(gpu.overlap(folder), file, folder / "bench.csv")
+    _save(gpu.overlap(folder), file, folder / "bench.csv", folder / "gpu_work.csv")
 
 
 def _draw_timeline(results_dir: Path, file: Path) -> None:
@@ -96,10 +99,10 @@ OTHERS: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
-def _save(figure: matplotlib.figure.Figure, file: Path, drawn_from: Path) -> None:
-    """The file says which table it was drawn from, so that one that was not drawn anew is found out."""
-    digest = hashlib.sha256(drawn_from.read_bytes()).hexdigest()
-    figure.savefig(file, metadata={"Software": None, "Source": f"{drawn_from.name} sha256 {digest}"})
+def _save(figure: matplotlib.figure.Figure, file: Path, *drawn_from: Path) -> None:
+    """The file says which tables it was drawn from, so that one that was not drawn anew is found out."""
+    digests = [f"{table.name} sha256 {hashlib.sha256(table.read_bytes()).hexdigest()}" for table in drawn_from]
+    figure.savefig(file, metadata={"Software": None, "Source": ", ".join(digests)})
 
 
 def main(arguments: list[str]) -> None:
@@ -110,11 +113,13 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--readme", default="README.md", help="file whose tables are filled (default: README.md)")
     options = parser.parse_args(arguments)
     try:
+        table, readme = Path(options.results_dir, TABLE.name), Path(options.readme)
+        with making(str(table)):
+            fastest = fastest_table(options.results_dir)
+        text = with_tables(readme.read_text(), options.results_dir)
         files = draw_all(Path(options.results_dir), Path(options.media), skip=print)
-        table = Path(options.results_dir, TABLE.name)
-        table.write_text(fastest_table(options.results_dir))
-        readme = Path(options.readme)
-        readme.write_text(with_tables(readme.read_text(), options.results_dir))
-    except (ExperimentMissing, Unequal, OSError) as error:
+        table.write_text(fastest)  # nothing is written over before all of it has been made
+        readme.write_text(text)
+    except (ValueError, OSError) as error:
         sys.exit(f"plots: {error}")
     print("\n".join(["drawn:", *(f"  {file}" for file in files), f"tables filled: {readme}, {table}"]))

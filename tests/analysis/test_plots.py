@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import re
 import shutil
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy
@@ -117,6 +119,67 @@ def test_the_tables_of_the_readme_are_those_of_the_results() -> None:
     assert all(f"<!-- {name} -->" in readme for name in TABLES)
 
 
+def header(text: str) -> str:
+    return text.splitlines()[0] + "\n"
+
+
+DAMAGES = [
+    ("bench_all_reduce_gpu", "bench.csv", lambda text: "", "cannot be read"),
+    ("bench_all_reduce_gpu", "bench.csv", header, "rows of it are missing"),
+    ("bench_step_gpu", "bench.csv", header, "rows of it are missing"),
+    ("bench_all_reduce", "bench.csv", lambda text: text[:-9], "rows of it are missing, or not whole"),
+    ("bench_collectives", "bench.csv", lambda text: text.replace(",time_us", ",time"), "it has no time_us"),
+    ("bench_broadcast_gpu", "manifest.json", lambda text: text[:100], "cannot be read"),
+    ("bench_broadcast_gpu", "manifest.json", lambda text: text.replace("Triton", "Tritium"), ""),
+    ("bench_broadcast_gpu", "manifest.json", lambda text: text.replace('"NCCL": "', '"NCCL": "older '), "no table has"),
+    ("ring_all_reduce", "runs.csv", lambda text: text.replace("train_s", "seconds"), "it has no train_s"),
+    ("bench_step_gpu", "gpu_work.csv", header, "rows of it are missing"),
+    ("bench_step_gpu", "gpu_work.csv", lambda text: text.replace("ddp", "other"), "cannot be used"),
+    ("bench_step_gpu", "gpu_work.csv", None, "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("experiment", "name", "damage", "said"), DAMAGES)
+def test_damaged_results_are_one_line_and_nothing_is_written_over(
+    experiment: str,
+    name: str,
+    damage: Callable[[str], str] | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    results, readme = tmp_path / "results", tmp_path / "README.md"
+    shutil.copytree(RESULTS, results, ignore=shutil.ignore_patterns("runs"))
+    shutil.copy(ROOT / "README.md", readme)
+    file = newest(experiment, results) / name
+    if damage is None:
+        file.unlink()
+    else:
+        file.write_text(damage(file.read_text()))
+    monkeypatch.setattr(plots, "FIGURES", {})
+    monkeypatch.setattr(plots, "OTHERS", {"overlap_gpu.png": plots.OTHERS["overlap_gpu.png"]})
+    command = ["--results_dir", str(results), "--media", str(tmp_path / "media"), "--readme", str(readme)]
+    written = [results / "fastest_all_reduce.csv", readme]
+    before = [each.read_text() for each in written]
+    if said:
+        with pytest.raises(SystemExit) as raised:
+            plots.main(command)
+        assert re.fullmatch(f"plots: .*{said}.*", str(raised.value.code))
+        assert "restore it" in str(raised.value.code) or said == "no table has"
+        assert not (tmp_path / "media" / "overlap_gpu.png").exists()
+    else:
+        plots.main(command)
+    assert [each.read_text() for each in written] == before
+
+
+@pytest.mark.parametrize("name", ["nccl", list(TABLES)[-1], "experiments"])
+def test_a_table_without_an_end_takes_nothing_with_it(name: str) -> None:
+    before, begin, rest = (ROOT / "README.md").read_text().partition(f"<!-- {name} -->")
+    table, _, after = rest.partition("<!-- end -->")
+    with pytest.raises(ValueError, match=f"the table <!-- {name} --> has no <!-- end --> of its own"):
+        with_tables(before + begin + table + after, RESULTS)
+
+
 def test_a_changed_figure_shows_in_the_table(tmp_path: Path) -> None:
     """The tests above would be of no use if tables and figures did not follow the results."""
     results = tmp_path / "results"
@@ -139,6 +202,6 @@ def test_figures_of_unlike_runs_are_not_drawn(tmp_path: Path) -> None:
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("runs"))
     text = (copy / "runs.csv").read_text()
     first, *others = text.splitlines()
-    (copy / "runs.csv").write_text("\n".join([first, others[0].replace(",64,", ",65,", 1), *others[1:]]))
+    (copy / "runs.csv").write_text("\n".join([first, others[0].replace(",64,", ",65,", 1), *others[1:], ""]))
     with pytest.raises(Unequal):
         drawing.epoch_parts(copy)

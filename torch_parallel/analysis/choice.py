@@ -15,6 +15,8 @@ BENCHES = {
     "bench_all_reduce_gpu_n4": "cuda",
 }
 """Where all-reduces were timed, and on what. Later ones count where two have the same size."""
+TIMES = {"cpu": "time_us", "cuda": "back_to_back_us"}
+"""The column that counts."""
 AS_USED = ", auto"
 """Behind the names of algorithms on GPUs, performed as training does it."""
 
@@ -37,7 +39,7 @@ def fastest_table(results_dir: str | Path = "results") -> str:
             algorithm = row["way"].removesuffix(AS_USED if device == "cuda" else "")
             if algorithm in ALL_REDUCE and not (device == "cuda" and ALL_REDUCE[algorithm].common_result):
                 place = (device, int(row["n"]), int(row["size_bytes"]))
-                times.setdefault(place, {})[algorithm] = float(row.get("back_to_back_us") or row["time_us"])
+                times.setdefault(place, {})[algorithm] = float(row[TIMES[device]])
         fastest |= {place: min(of_place, key=of_place.__getitem__) for place, of_place in times.items()}
     lines = [",".join(COLUMNS), *(",".join(map(str, (*place, fastest[place]))) for place in sorted(fastest))]
     return "\n".join(lines) + "\n"

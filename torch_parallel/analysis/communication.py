@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 
 from torch_parallel.analysis.figure import Figure
-from torch_parallel.analysis.runs import bench_rows
+from torch_parallel.analysis.runs import bench_rows, read_table
 from torch_parallel.collectives import ALL_REDUCE
 
 NUMBERS = ("n", "size_bytes", "wrong", "repeats")
@@ -121,8 +120,7 @@ def messages(n: int, numel: int) -> str:
 
 def fit_found(folder: str | Path) -> str:
     """How well alpha, beta and gamma predict the timings that they were not fitted to."""
-    with open(Path(folder) / "fit.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_table(Path(folder) / "fit.csv")
     lines = []
     for n in sorted({int(row["n"]) for row in rows}):
         errors = sorted(abs(float(row["predicted_over_measured"]) - 1) for row in rows if _foretold(row, n))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,16 @@ from matplotlib.patches import Patch
 
 from torch_parallel.analysis.communication import size_told
 from torch_parallel.analysis.figure import Figure
-from torch_parallel.analysis.runs import ExperimentMissing, bench_rows, commit_told, complete, manifest, newest
+from torch_parallel.analysis.runs import (
+    ExperimentMissing,
+    Unequal,
+    bench_rows,
+    commit_told,
+    complete,
+    manifest,
+    newest,
+    read_table,
+)
 
 WAYS = {
     "ring, plain": ("#56B4E9", "o"),
@@ -88,8 +96,7 @@ def newest_overlap(results_dir: str | Path = "results") -> Path:
 
 def overlap(folder: str | Path) -> Figure:
     """The last of the profiled steps of each side: what the stream that computes does, and what the other ones do."""
-    with open(Path(folder) / "gpu_work.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_table(Path(folder) / "gpu_work.csv")
     medians_s = {(row["side"], row["beside"]): float(row["median_s"]) for row in bench_rows(folder)}
     pairs = dict.fromkeys((row["side"], row["beside"]) for row in rows)
     shown = [pair for pair in pairs if pair[0] == pair[1]]
@@ -143,6 +150,7 @@ def nccl_table(results_dir: str | Path = "results", of: str = "gpu") -> str:
     """Ours beside NCCL's by size, those of COLUMNS that were measured: of the benches that are named after `of`."""
     benches: dict[str, list[dict[str, Any]]] = {}
     sources = []
+    told: dict[Path, str] = {}
     for operation in dict.fromkeys(operation for _, operation, _ in COLUMNS):
         try:
             folder = newest(f"bench_{operation}_{of}", results_dir)
@@ -151,8 +159,11 @@ def nccl_table(results_dir: str | Path = "results", of: str = "gpu") -> str:
         benches[operation] = read_gpu_bench(folder)
         about = manifest(folder)
         sources.append(f"`{folder.relative_to(results_dir)}` (commit {commit_told(about)})")
+        told[folder] = f"{cards_told(about)}, NCCL {about['NCCL']}, NCCL_NVLS_ENABLE {about['NCCL_NVLS_ENABLE']}"
     if not benches:
         newest(f"bench_{COLUMNS[0][1]}_{of}", results_dir)  # says what is missing
+    if len(set(told.values())) > 1:
+        raise Unequal("; ".join(f"{folder}: {what}" for folder, what in told.items()) + ": no table has both")
     columns = [column for column in COLUMNS if column[1] in benches]
     lines = [f"| size | {' | '.join(name for name, *_ in columns)} |", "|---" * (len(columns) + 1) + "|"]
     for size in sorted({row["size_bytes"] for rows in benches.values() for row in rows}):

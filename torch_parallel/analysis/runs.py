@@ -6,6 +6,8 @@
 
 Seconds are those of training alone: start-up and evaluation are in none of them. The first epoch of every run warms up
 (memory, caches, threads) and counts for accuracy, not for time.
+
+A file that is not as a run left it is never taken for less data: who reads it raises DamagedResults.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ import csv
 import json
 import shlex
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -59,6 +64,35 @@ class ExperimentMissing(ValueError):
 
 class Unequal(ValueError):
     """Runs that differ in what must be equal are not compared. One line names the setting and its values."""
+
+
+class DamagedResults(ValueError):
+    """A file of results is not as a run left it. One line names it, and what to do."""
+
+    def __init__(self, file: str | Path, what: str) -> None:
+        super().__init__(f"{file}: {what}; restore it, or remove its folder and measure again")
+
+
+class Record(dict[str, Any]):
+    """A row of a table, or entries of a manifest: what one has not is missing in its file. Raises DamagedResults."""
+
+    def __init__(self, file: Path, entries: Any) -> None:
+        super().__init__(entries)
+        self.file = file
+
+    def __missing__(self, name: str) -> Any:
+        raise DamagedResults(self.file, f"it has no {name}")
+
+
+@contextmanager
+def making(what: str) -> Iterator[None]:
+    """Around what is made of results: what else can be wrong with them is said in one line too."""
+    try:
+        yield
+    except (ExperimentMissing, Unequal, DamagedResults):
+        raise
+    except (LookupError, ValueError, TypeError, ArithmeticError, StopIteration) as error:
+        raise DamagedResults(f"what {what} is made of", f"it cannot be used ({error!r})") from error
 
 
 @dataclass(frozen=True)
@@ -137,7 +171,7 @@ def newest(experiment: str, results_dir: str | Path = "results") -> Path:
 def complete(experiment: str, results_dir: str | Path = "results") -> list[Path]:
     """The folders of its complete runs, by when they were begun. Raises ExperimentMissing where there is none."""
     folders = sorted((Path(results_dir) / experiment).glob("*/manifest.json"))
-    found = [each.parent for each in folders if manifest(each.parent).get("status") == "completed"]
+    found = [each.parent for each in folders if manifest(each.parent)["status"] == "completed"]
     if not found:
         raise ExperimentMissing(
             f"{Path(results_dir) / experiment}: no complete results there; make them with: {how_to_make(experiment)}"
@@ -160,10 +194,25 @@ def how_to_make(experiment: str) -> str:
     return f"{where}python -m torch_parallel bench {bench}{device}{flags} --results_dir results/{experiment}"
 
 
-def manifest(folder: str | Path) -> dict[str, Any]:
-    """Command, commit, machine, versions and grid of an experiment."""
-    content: dict[str, Any] = json.loads((Path(folder) / "manifest.json").read_text())
-    return content
+def manifest(folder: str | Path) -> Record:
+    """Command, commit, machine, versions and grid of an experiment. Raises DamagedResults."""
+    file = Path(folder) / "manifest.json"
+    try:
+        return Record(file, json.loads(file.read_text(), object_hook=partial(Record, file)))
+    except (OSError, ValueError, TypeError) as error:
+        raise DamagedResults(file, f"it cannot be read ({error})") from None
+
+
+def read_table(file: Path) -> list[Record]:
+    """The rows of a table, at least one. Raises DamagedResults, for one that ends within a row too."""
+    try:
+        text = file.read_text()
+        header, *rows = csv.reader(text.splitlines(), strict=True)
+    except (OSError, ValueError, csv.Error) as error:
+        raise DamagedResults(file, f"it cannot be read ({error})") from None
+    if not rows or not text.endswith("\n") or any(len(row) != len(header) for row in rows):
+        raise DamagedResults(file, "rows of it are missing, or not whole")
+    return [Record(file, zip(header, row, strict=True)) for row in rows]
 
 
 def commit_told(about: dict[str, Any], digits: int = 7) -> str:
@@ -171,10 +220,9 @@ def commit_told(about: dict[str, Any], digits: int = 7) -> str:
     return (about["commit"] or "unknown")[:digits]
 
 
-def bench_rows(folder: str | Path) -> list[dict[str, str]]:
+def bench_rows(folder: str | Path) -> list[Record]:
     """The rows of a bench."""
-    with open(Path(folder) / "bench.csv", newline="") as file:
-        return list(csv.DictReader(file))
+    return read_table(Path(folder) / "bench.csv")
 
 
 def machine_told(about: dict[str, Any]) -> str:
@@ -186,15 +234,13 @@ def machine_told(about: dict[str, Any]) -> str:
 
 def read_runs(folder: str | Path) -> list[Run]:
     """All runs of an experiment, in the order in which they were made."""
-    with open(Path(folder) / "runs.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    by_run: dict[str, list[dict[str, str]]] = {}
-    for row in rows:
+    by_run: dict[str, list[Record]] = {}
+    for row in read_table(Path(folder) / "runs.csv"):
         by_run.setdefault(row["run_id"], []).append(row)
     return [_run(run_id, of_run) for run_id, of_run in by_run.items()]
 
 
-def _run(run_id: str, rows: list[dict[str, str]]) -> Run:
+def _run(run_id: str, rows: list[Record]) -> Run:
     first = rows[0]
     settings = {name: value for name, value in first.items() if name not in ("run_id", "strategy", "n", "seed")}
     run = Run(

@@ -16,6 +16,7 @@ from torch_parallel.analysis.runs import (
     complete,
     held_equal,
     machine_told,
+    making,
     manifest,
     newest,
     read_runs,
@@ -105,38 +106,52 @@ def epoch_note(results_dir: str | Path = "results", bench: str = "bench_epoch") 
 
 
 def step_table(results_dir: str | Path = "results", bench: str = "bench_step") -> str:
-    """Steps of our strategies beside DistributedDataParallel's, and the memory of both, by model and precision."""
-    lines = [
-        "| model, batch, precision, optimizer, workers | strategy | ms a step | times DDP's speed | efficiency "
-        "| part of its memory |",
-        "|---|---|---|---|---|---|",
-    ]
+    """Steps of our strategies beside DistributedDataParallel's, and the memory of both, by model and precision.
+
+    Of steps on GPUs also what their profile says: how busy a GPU was, and how much of the time other streams than the
+    one that computes were.
+    """
     folders = {}
     for folder in complete(bench, results_dir):
         about = manifest(folder)
-        what = tuple(about[name] for name in ("model", "batch_size", "precision", "optimizer", "n"))
+        what = tuple(about[name] for name in ("model", "image_side", "batch_size", "precision", "optimizer", "n"))
         folders[what] = folder
-    for what, folder in folders.items():
-        for row in bench_rows(folder):
+    on_gpus = bool(manifest(folder)["cards"])
+    columns = ["model, batch, precision, optimizer, workers", "strategy", "ms a step", "times DDP's speed"]
+    columns += ["efficiency", "part of its memory", *(["GPU busy", "other streams busy"] if on_gpus else [])]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for (model, side, *others), folder in folders.items():
+        rows = bench_rows(folder)
+        ddps = {row["beside"]: row for row in rows if row["side"] == "ddp"}
+        for row in rows:
             if row["side"] in ("ddp", "one process"):
                 continue
-            size = f"{int(row['parameters']) / 1e6:.1f} M"
-            name = ", ".join(map(str, (what[0], size, *what[1:])))
-            milliseconds = _with_spread([1e3 * seconds for seconds in json.loads(row["all_s"])], ".1f")
-            faster, memory = f"{float(row['times_faster_than_ddp']):.3f}", row["part_of_ddps_memory"]
-            shares = f"{100 * float(row['efficiency']):.0f} % | {f'{float(memory):.2f}' if memory else '-'}"
-            lines.append(f"| {name} | {row['side']} | {milliseconds} | {faster} | {shares} |")
+            sized = f"{model} of {side} x {side}" if side else model
+            name = ", ".join(map(str, (sized, f"{int(row['parameters']) / 1e6:.1f} M", *others)))
+            memory = row["part_of_ddps_memory"]
+            cells = [name, row["side"], _with_spread([1e3 * seconds for seconds in json.loads(row["all_s"])], ".1f")]
+            cells += [f"{float(row['times_faster_than_ddp']):.3f}", _percent(row["efficiency"])]
+            cells.append(f"{float(memory):.2f}" if memory else "-")
+            if on_gpus:
+                ddp = ddps[row["side"]]
+                cells += [f"{_percent(row[part])}, DDP's {_percent(ddp[part])}" for part in ("gpu_busy", "gpu_beside")]
+            lines.append(f"| {' | '.join(cells)} |")
     about = manifest(folder)
     sources = ", ".join(
         f"`{each.relative_to(results_dir)}` (commit {commit_told(manifest(each))})" for each in folders.values()
     )
+    profiled = "Busy: parts of a profiled step; other streams exchange, and beside backward ours updates there too. "
     note = (
         "Medians (least to largest), in turns with DistributedDataParallel in the same processes. Efficiency: what one "
-        "process takes for a worker's share of the batch, over the step. "
-        f"Memory: {'the fullest GPU' if about['cards'] else 'the Pss of all processes'}. "
+        f"process takes for a worker's share of the batch, over the step. {profiled if on_gpus else ''}"
+        f"Memory: {'the fullest GPU' if on_gpus else 'the Pss of all processes'}. "
         f"{machine_told(about)}, {about['started'][:10]}, from {sources}."
     )
     return "\n".join([*lines, "", note])
+
+
+def _percent(part: str) -> str:
+    return f"{100 * float(part):.0f} %" if part else "-"
 
 
 def gpu_step_table(results_dir: str | Path = "results") -> str:
@@ -166,11 +181,17 @@ TABLES = {
 
 
 def with_tables(text: str, results_dir: str | Path = "results") -> str:
-    """`text` with every `<!-- NAME -->` ... `<!-- end -->` filled with the table of that name."""
+    """`text` with every `<!-- NAME -->` ... `<!-- end -->` filled with the table of that name.
+
+    Raises ValueError where one has no end of its own: what follows it is not to be taken for a table.
+    """
     for name, table in TABLES.items():
         begin, end = f"<!-- {name} -->\n", "<!-- end -->"
         before, found, rest = text.partition(begin)
         if found:
-            after = rest.partition(end)[2]
-            text = f"{before}{begin}{table(results_dir)}\n{end}{after}"
+            held, ended, after = rest.partition(end)
+            if not ended or "<!--" in held:
+                raise ValueError(f"the table <!-- {name} --> has no {end} of its own: put it back behind the table")
+            with making(f"the table {name}"):
+                text = f"{before}{begin}{table(results_dir)}\n{end}{after}"
     return text
