@@ -81,7 +81,7 @@ def ring_beside_ddp(folder: str | Path) -> str:
         groups = _told_apart(ring + ddp)
         told.append(
             ", ".join(f"{joined(group)} {_parts(ddp, group) - _parts(ring, group):+.2f} s" for group in groups)
-            + " (positive: the ring needs less)."
+            + " (positive: the ring needs less; each is a difference of medians, so they need not add up)."
         )
         told.append(f"Their accuracies differ by at most {_largest_difference(ring, ddp):.2f} points for any seed.")
         paragraphs.append(" ".join(told))

@@ -98,7 +98,7 @@ def epoch_parts(folder: str | Path) -> Figure:
         axes.set_xlim(left=0)
         axes.set_title(f"{model}, {int(held['train_size']):,} images, batch {held['batch_size']}", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel("seconds of an epoch")
+    panels[-1].set_xlabel("seconds of an epoch, medians of its parts and of the whole")
     handles = [Patch(color=PART_COLOURS[part], label=part) for part in PARTS]
     handles.insert(2, Patch(facecolor=PART_COLOURS["exchange"], hatch="//", label="exchange and wait, timed together"))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
