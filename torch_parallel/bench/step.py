@@ -162,7 +162,9 @@ def bench_step(arguments: list[str]) -> None:
         model = setting.make_model()
         size = sum(parameter.numel() for parameter in model.parameters())
         bucket_count = len(cut_into_buckets(model.named_parameters(), setting.bucket_bytes))
-    print(f"{size:,} parameters, {options.n_gpus} workers on {device}, {setting}")
+    given = {name: value for name, value in asdict(setting).items() if value and name != "parameters"}
+    told = ", ".join(name if value is True else f"{name} {value}" for name, value in given.items())
+    print(f"{size:,} parameters, {options.n_gpus} workers on {device}; {told}")
     folder = RunFolder(options.results_dir, f"bench_step_{setting.model}_n{options.n_gpus}")
     bench = _Bench(options, device, setting)
     chosen = asdict(bench.setting)
