@@ -362,7 +362,8 @@ def rank_1_stays_away(communicator: Communicator, what: str, ends: str) -> tuple
             transport.synchronize()
             errors.append("no error")
         except TransportError as error:
-            errors.append(re.sub(r"for [1-9]\.\d s$", "for X s", str(error)))
+            errors.append(re.sub(r"for \d+\.\d s$", "for X s", str(error)))
+            assert all(6 <= float(waited_s) < 20 for waited_s in re.findall(r"for (\d+\.\d) s$", str(error)))
     return errors[0], errors[1]
 
 
@@ -380,9 +381,7 @@ def rank_1_stays_away(communicator: Communicator, what: str, ends: str) -> tuple
 def test_the_deadline_names_rank_peer_purpose_and_round(performer: str, ends: str, what: str) -> None:
     """The host waits for the GPU in one of three ways; the watchdog gets through all the same."""
     on_gpus(3, performer, chosen_of_three)  # compiles, which takes longer than the deadline
-    start_s = time.perf_counter()
     errors = on_gpus(3, performer, rank_1_stays_away, what, ends, deadline_s=6.0)
-    assert time.perf_counter() - start_s < 50
     if what == "ring":  # rank 2 waits for rank 1 from the start; rank 0 waits for rank 2 one round later
         own = {
             0: "rank 0, gradients of bucket 3, round 1: no signal from rank 2 for X s",
