@@ -109,11 +109,15 @@ def test_work_lies_in_the_lane_of_its_stream_and_has_the_colour_of_its_kind(tmp_
         for before in (0, 5, 10)
         for side, beside, stream, name, start, end in last_step
     ]  # fmt: skip
+    rows.append({**rows[6], "start_us": 3e3, "end_us": 5e3})  # waits for a peer in the first step
     folder = written(tmp_path / "one", "gpu_work.csv", rows)
     medians = [(ring, "ddp", 0.005), ("ddp", ring, 0.006), (overlapping, "ddp", 0.004), ("ddp", overlapping, 0.007)]
     with open(folder / "bench.csv", "w", newline="") as file:
         csv.writer(file).writerows([("side", "beside", "median_s"), *medians])
     panels = gpu.overlap(folder).axes
+    for side, beside, share in ((ring, ring, 1 / 5), ("ddp", ring, 2 / 5), (overlapping, overlapping, 1 / 5)):
+        assert gpu.exchange_share(folder, side, beside) == pytest.approx(share)
+    assert gpu.exchange_share(folder, "ddp", overlapping) == 0
 
     def spans_ms(axes: Any) -> list[tuple[Any, ...]]:
         """Lane, begin, end and kind of what is in sight."""

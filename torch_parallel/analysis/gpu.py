@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,13 +114,27 @@ def overlap(folder: str | Path) -> Figure:
     return figure
 
 
+def exchange_share(folder: str | Path, side: str, beside: str) -> float:
+    """The part of the last profiled step in which a kernel of the exchange ran, waiting for peers included."""
+    rows = read_table(Path(folder) / "gpu_work.csv")
+    work = [row for row in rows if (row["side"], row["beside"]) == (side, beside)]
+    begin_us, step_us = _last_step(work)
+    exchanges = [row for row in work if _kind(row["name"]) == "exchange" and float(row["start_us"]) >= begin_us]
+    return sum(float(row["end_us"]) - float(row["start_us"]) for row in exchanges) / step_us
+
+
+def _last_step(work: Sequence[Mapping[str, str]]) -> tuple[float, float]:
+    """When the last of the profiled steps begins, and how long one takes."""
+    step_us = max(float(row["end_us"]) for row in work) / PROFILED_STEPS
+    return (PROFILED_STEPS - 1) * step_us, step_us
+
+
 def _draw_streams(axes: Axes, work: list[dict[str, str]]) -> None:
     busy: dict[str, float] = {}
     for row in work:
         busy[row["stream"]] = busy.get(row["stream"], 0.0) + float(row["end_us"]) - float(row["start_us"])
     compute = max(busy, key=lambda stream: busy[stream])
-    step_us = max(float(row["end_us"]) for row in work) / PROFILED_STEPS
-    begin_us = (PROFILED_STEPS - 1) * step_us
+    begin_us, step_us = _last_step(work)
     for lane, wanted in ((1, True), (0, False)):
         for kind, colour in KINDS.items():
             bars = [

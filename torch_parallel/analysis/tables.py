@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_parallel.analysis.communication import read_bench, size_told
-from torch_parallel.analysis.gpu import nccl_table, nccl_table_of_four
+from torch_parallel.analysis.gpu import exchange_share, nccl_table, nccl_table_of_four
 from torch_parallel.analysis.runs import (
     bench_rows,
     by_label,
@@ -108,8 +108,7 @@ def epoch_note(results_dir: str | Path = "results", bench: str = "bench_epoch") 
 def step_table(results_dir: str | Path = "results", bench: str = "bench_step") -> str:
     """Steps of our strategies beside DistributedDataParallel's, and the memory of both, by model and precision.
 
-    Of steps on GPUs also what their profile says: how busy a GPU was, and how much of the time other streams than the
-    one that computes were.
+    Of steps on GPUs also what their profile says: how busy a GPU was, and how much of the time it exchanged.
     """
     folders = {}
     for folder in complete(bench, results_dir):
@@ -118,7 +117,7 @@ def step_table(results_dir: str | Path = "results", bench: str = "bench_step") -
         folders[what] = folder
     on_gpus = bool(manifest(folder)["cards"])
     columns = ["model, batch, precision, optimizer, workers", "strategy", "ms a step", "times DDP's speed"]
-    columns += ["efficiency", "part of its memory", *(["GPU busy", "other streams busy"] if on_gpus else [])]
+    columns += ["efficiency", "part of its memory", *(["GPU busy", "exchanging"] if on_gpus else [])]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for (model, side, *others), folder in folders.items():
         rows = bench_rows(folder)
@@ -133,14 +132,15 @@ def step_table(results_dir: str | Path = "results", bench: str = "bench_step") -
             cells += [f"{float(row['times_faster_than_ddp']):.3f}", _percent(row["efficiency"])]
             cells.append(f"{float(memory):.2f}" if memory else "-")
             if on_gpus:
-                ddp = ddps[row["side"]]
-                cells += [f"{_percent(row[part])}, DDP's {_percent(ddp[part])}" for part in ("gpu_busy", "gpu_beside")]
+                busy = [_percent(each["gpu_busy"]) for each in (row, ddps[row["side"]])]
+                exchanging = [_percent(exchange_share(folder, each, row["side"])) for each in (row["side"], "ddp")]
+                cells += [f"{ours}, DDP's {theirs}" for ours, theirs in (busy, exchanging)]
             lines.append(f"| {' | '.join(cells)} |")
     about = manifest(folder)
     sources = ", ".join(
         f"`{each.relative_to(results_dir)}` (commit {commit_told(manifest(each))})" for each in folders.values()
     )
-    profiled = "Busy: parts of a profiled step; other streams exchange, and beside backward ours updates there too. "
+    profiled = "Busy and exchanging: parts of profiled steps, waiting for peers included. "
     note = (
         "Medians (least to largest), in turns with DistributedDataParallel in the same processes. Efficiency: what one "
         f"process takes for a worker's share of the batch, over the step. {profiled if on_gpus else ''}"
@@ -150,8 +150,8 @@ def step_table(results_dir: str | Path = "results", bench: str = "bench_step") -
     return "\n".join([*lines, "", note])
 
 
-def _percent(part: str) -> str:
-    return f"{100 * float(part):.0f} %" if part else "-"
+def _percent(part: str | float) -> str:
+    return f"{100 * float(part):.0f} %" if part != "" else "-"
 
 
 def gpu_step_table(results_dir: str | Path = "results") -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 PARTS = ("busy", "compute", "beside", "hidden")
@@ -36,13 +36,19 @@ class Work:
 
 
 def profiled(step: Callable[[], None], steps: int) -> list[Work]:
-    """All work of this process's GPU in `steps` steps, in the order in which it began."""
+    """All work of this process's GPU in `steps` steps, in the order in which it began.
+
+    One step before is not in it: ranks take differently long to begin to look, and wait for each other in that one.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            for _ in range(steps):
+        when = schedule(wait=0, warmup=1, active=steps, repeat=1)
+        with profile(activities=[ProfilerActivity.CUDA], schedule=when) as profiler:
+            for number in range(1 + steps):
                 step()
-            torch.cuda.synchronize()
+                if number in (0, steps):
+                    torch.cuda.synchronize()
+                profiler.step()
         file = Path(temporary, "trace.json")
         profiler.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
