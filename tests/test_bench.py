@@ -286,6 +286,7 @@ def test_the_model_has_about_the_size_asked_for(parameters: int) -> None:
         (["step", "--image_side", "28"], "--image_side 28: mlp is fed with no images"),
         (["step", "--model", "vit", "--image_side", "30"], "--image_side 30: vit cannot take such images"),
         (["step", "--model", "cnn", "--image_side", "-5"], "--image_side -5: cnn cannot take such images"),
+        (["step", "--model", "cnn", "--image_side", "1000000"], "--image_side 1000000: at most 4096 pixels"),
     ],
 )
 def test_what_cannot_be_timed(arguments: list[str], said: str, tmp_path: Path) -> None:

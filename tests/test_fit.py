@@ -100,8 +100,9 @@ def test_a_bench_is_fitted_anew_from_its_table(tmp_path: Path, capsys: pytest.Ca
     assert set(told) == set(ALL_REDUCE)
     expected_us = 1e6 * predicted_s(ALL_REDUCE["ring"], 2, 1 << 22, TRUE, 2)
     assert float(told["ring"][0].replace(",", "")) == pytest.approx(expected_us, rel=0.03)
-    with pytest.raises(ConfigError, match="2 ranks or more"):
-        bench.main(["fit", str(tmp_path), "--n", "1"])
+    for bad in (["--n", "1"], ["--n", "999999999"], ["--n", "2", "--mb", "1e305"], ["--n", "2", "--mb", "nan"]):
+        with pytest.raises(ConfigError, match="2 to 256 ranks, and more than 0 and at most 1,048,576 MiB"):
+            bench.main(["fit", str(tmp_path), *bad])
     fitted = tmp_path / "fit.json"
     for damage in (fitted.unlink, partial(fitted.write_text, "[]"), partial(fitted.write_text, '{"anchors": 1')):
         damage()

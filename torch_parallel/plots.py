@@ -7,7 +7,9 @@ python -m torch_parallel plots
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -45,22 +47,25 @@ TABLES = ("runs.csv", "bench.csv")
 def draw_all(results_dir: Path, media: Path, skip: Callable[[str], None] | None = None) -> list[Path]:
     """Every figure of media/, and the animated ring; returns the files.
 
-    Raises ExperimentMissing, Unequal and DamagedResults.
+    Raises ExperimentMissing, Unequal, DamagedResults and NotMade, before any is written.
 
     With `skip`, that is called with a line for each figure whose results are missing, and the others are drawn.
     """
-    media.mkdir(exist_ok=True)
     drawn = []
     every: dict[str, Callable[[Path, Path], None]] = {name: partial(_draw, *how) for name, how in FIGURES.items()}
-    for name, draw in (every | OTHERS).items():
-        try:
-            with making(str(media / name)):
-                draw(results_dir, media / name)
-            drawn.append(media / name)
-        except ExperimentMissing as error:
-            if skip is None:
-                raise
-            skip(f"{media / name} is left as it is: {error}")
+    with tempfile.TemporaryDirectory() as temporary:
+        for name, draw in (every | OTHERS).items():
+            try:
+                with making(str(media / name)):
+                    draw(results_dir, Path(temporary, name))
+                drawn.append(media / name)
+            except ExperimentMissing as error:
+                if skip is None:
+                    raise
+                skip(f"{media / name} is left as it is: {error}")
+        media.mkdir(exist_ok=True)
+        for file in drawn:  # nothing is written over before all of it has been made
+            shutil.copyfile(Path(temporary, file.name), file)
     return drawn
 
 
@@ -118,8 +123,8 @@ def main(arguments: list[str]) -> None:
             fastest = fastest_table(options.results_dir)
         text = with_tables(readme.read_text(), options.results_dir)
         files = draw_all(Path(options.results_dir), Path(options.media), skip=print)
-        table.write_text(fastest)  # nothing is written over before all of it has been made
         readme.write_text(text)
+        table.write_text(fastest)
     except (ValueError, OSError) as error:
         sys.exit(f"plots: {error}")
     print("\n".join(["drawn:", *(f"  {file}" for file in files), f"tables filled: {readme}, {table}"]))

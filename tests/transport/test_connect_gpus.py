@@ -155,18 +155,18 @@ def test_a_gpu_that_is_full_is_told_to_all_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "two", "four"),
+    ("name", "two", "three", "four"),
     [
-        ("ring", 128, 128),
-        ("two_shot", 128, 128),  # adds 3 quarters of a buffer on each of four ranks
-        ("one_shot", 128, math.inf),  # adds 1 whole buffer of a peer's, and 3
-        ("gather_scatter", 128, 128),  # only rank 0 adds
-        ("all_gather_average", 128, 128),  # adds what lies in its own memory
-        ("direct_reduce_scatter", 128, 128),
-        ("direct_all_gather", 32, 32),
-        ("broadcast", 32, 32),
+        ("ring", 128, 128, 128),
+        ("two_shot", 128, 128, 128),  # adds 3 quarters of a buffer on each of four ranks
+        ("one_shot", 128, math.inf, math.inf),  # adds 1, 2 and 3 whole buffers
+        ("gather_scatter", 128, 128, 128),  # only rank 0 adds
+        ("all_gather_average", 128, math.inf, math.inf),
+        ("direct_reduce_scatter", 128, 128, 128),
+        ("direct_all_gather", 32, 32, 32),
+        ("broadcast", 32, 32, 32),
     ],
 )
-def test_up_to_which_size_the_kernel_is_the_faster_one(name: str, two: float, four: float) -> None:
-    for world_size, mebibytes in ((2, two), (4, four)):
+def test_up_to_which_size_the_kernel_performs(name: str, two: float, three: float, four: float) -> None:
+    for world_size, mebibytes in ((2, two), (3, three), (4, four)):
         assert cuda_ipc.kernel_up_to_bytes(COLLECTIVES[name], world_size) == mebibytes * 2**20

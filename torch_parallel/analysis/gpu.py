@@ -13,13 +13,13 @@ from torch_parallel.analysis.communication import size_told
 from torch_parallel.analysis.figure import Figure
 from torch_parallel.analysis.runs import (
     ExperimentMissing,
-    Unequal,
     bench_rows,
     commit_told,
     complete,
     manifest,
     newest,
     read_table,
+    same_told,
 )
 
 WAYS = {
@@ -177,8 +177,7 @@ def nccl_table(results_dir: str | Path = "results", of: str = "gpu") -> str:
         told[folder] = f"{cards_told(about)}, NCCL {about['NCCL']}, NCCL_NVLS_ENABLE {about['NCCL_NVLS_ENABLE']}"
     if not benches:
         newest(f"bench_{COLUMNS[0][1]}_{of}", results_dir)  # says what is missing
-    if len(set(told.values())) > 1:
-        raise Unequal("; ".join(f"{folder}: {what}" for folder, what in told.items()) + ": no table has both")
+    same_told(told)
     columns = [column for column in COLUMNS if column[1] in benches]
     lines = [f"| size | {' | '.join(name for name, *_ in columns)} |", "|---" * (len(columns) + 1) + "|"]
     for size in sorted({row["size_bytes"] for rows in benches.values() for row in rows}):

@@ -7,12 +7,14 @@
 Seconds are those of training alone: start-up and evaluation are in none of them. The first epoch of every run warms up
 (memory, caches, threads) and counts for accuracy, not for time.
 
-A file that is not as a run left it is never taken for less data: who reads it raises DamagedResults.
+A table that is empty, ends within a row or lacks a column is never taken for less data, nor is a folder that lacks its
+manifest: who reads it raises DamagedResults.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import shlex
 import statistics
@@ -67,10 +69,18 @@ class Unequal(ValueError):
 
 
 class DamagedResults(ValueError):
-    """A file of results is not as a run left it. One line names it, and what to do."""
+    """A file of results is not as a run left it. One line says which, as far as that is known, and what to do."""
 
     def __init__(self, file: str | Path, what: str) -> None:
         super().__init__(f"{file}: {what}; restore it, or remove its folder and measure again")
+
+
+class NotMade(ValueError):
+    """A figure or table cannot be made of what the files hold. One line says which, and why."""
+
+    def __init__(self, what: str, error: Exception) -> None:
+        why = f"{type(error).__name__}: {error}"
+        super().__init__(f"{what} cannot be made of the results ({why}): restore those files that were changed")
 
 
 class Record(dict[str, Any]):
@@ -86,13 +96,13 @@ class Record(dict[str, Any]):
 
 @contextmanager
 def making(what: str) -> Iterator[None]:
-    """Around what is made of results: what else can be wrong with them is said in one line too."""
+    """Around what is made of results: what else can be wrong with them is said in one line too. Raises NotMade."""
     try:
         yield
     except (ExperimentMissing, Unequal, DamagedResults):
         raise
-    except (LookupError, ValueError, TypeError, ArithmeticError, StopIteration) as error:
-        raise DamagedResults(f"what {what} is made of", f"it cannot be used ({error!r})") from error
+    except (OSError, LookupError, ValueError, TypeError, ArithmeticError, StopIteration) as error:
+        raise NotMade(what, error) from error
 
 
 @dataclass(frozen=True)
@@ -170,8 +180,8 @@ def newest(experiment: str, results_dir: str | Path = "results") -> Path:
 
 def complete(experiment: str, results_dir: str | Path = "results") -> list[Path]:
     """The folders of its complete runs, by when they were begun. Raises ExperimentMissing where there is none."""
-    folders = sorted((Path(results_dir) / experiment).glob("*/manifest.json"))
-    found = [each.parent for each in folders if manifest(each.parent)["status"] == "completed"]
+    folders = sorted(each for each in (Path(results_dir) / experiment).glob("*") if each.is_dir())
+    found = [folder for folder in folders if manifest(folder)["status"] == "completed"]
     if not found:
         raise ExperimentMissing(
             f"{Path(results_dir) / experiment}: no complete results there; make them with: {how_to_make(experiment)}"
@@ -206,8 +216,9 @@ def manifest(folder: str | Path) -> Record:
 def read_table(file: Path) -> list[Record]:
     """The rows of a table, at least one. Raises DamagedResults, for one that ends within a row too."""
     try:
-        text = file.read_text()
-        header, *rows = csv.reader(text.splitlines(), strict=True)
+        with open(file, newline="") as opened:
+            text = opened.read()
+        header, *rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     except (OSError, ValueError, csv.Error) as error:
         raise DamagedResults(file, f"it cannot be read ({error})") from None
     if not rows or not text.endswith("\n") or any(len(row) != len(header) for row in rows):
@@ -230,6 +241,12 @@ def machine_told(about: dict[str, Any]) -> str:
     machine = about["machine"]
     cards = f"{len(about['cards'])} x {about['cards'][0]}, " if about["cards"] else ""
     return f"{cards}{machine['processors']} cores of {machine['processor']}, torch {about['versions']['torch']}"
+
+
+def same_told(told: dict[Path, str]) -> None:
+    """Raises Unequal where folders were not measured on the same, as it is told of each: no table has both."""
+    if len(set(told.values())) > 1:
+        raise Unequal("; ".join(f"{folder}: {what}" for folder, what in told.items()) + ": no table has both")
 
 
 def read_runs(folder: str | Path) -> list[Run]:

@@ -20,6 +20,7 @@ from torch_parallel.analysis.runs import (
     manifest,
     newest,
     read_runs,
+    same_told,
     spread,
 )
 from torch_parallel.collectives import ALL_REDUCE
@@ -110,23 +111,27 @@ def step_table(results_dir: str | Path = "results", bench: str = "bench_step") -
 
     Of steps on GPUs also what their profile says: how busy a GPU was, and how much of the time it exchanged.
     """
-    folders = {}
+    folders, machines = {}, {}
     for folder in complete(bench, results_dir):
         about = manifest(folder)
-        what = tuple(about[name] for name in ("model", "image_side", "batch_size", "precision", "optimizer", "n"))
-        folders[what] = folder
+        names = ("model", "parameters", "image_side", "batch_size", "precision", "compile", "optimizer", "n")
+        folders[tuple(about[name] for name in names)] = folder
+    for folder in folders.values():
+        machines[folder] = machine_told(manifest(folder))
+    same_told(machines)
     on_gpus = bool(manifest(folder)["cards"])
     columns = ["model, batch, precision, optimizer, workers", "strategy", "ms a step", "times DDP's speed"]
     columns += ["efficiency", "part of its memory", *(["GPU busy", "exchanging"] if on_gpus else [])]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for (model, side, *others), folder in folders.items():
+    for (model, parameters, side, batch_size, precision, compiled, *others), folder in folders.items():
         rows = bench_rows(folder)
         ddps = {row["beside"]: row for row in rows if row["side"] == "ddp"}
         for row in rows:
             if row["side"] in ("ddp", "one process"):
                 continue
             sized = f"{model} of {side} x {side}" if side else model
-            name = ", ".join(map(str, (sized, f"{int(row['parameters']) / 1e6:.1f} M", *others)))
+            precision_told = f"{precision} compiled" if compiled else precision
+            name = ", ".join(map(str, (sized, f"{parameters / 1e6:.1f} M", batch_size, precision_told, *others)))
             memory = row["part_of_ddps_memory"]
             cells = [name, row["side"], _with_spread([1e3 * seconds for seconds in json.loads(row["all_s"])], ".1f")]
             cells += [f"{float(row['times_faster_than_ddp']):.3f}", _percent(row["efficiency"])]

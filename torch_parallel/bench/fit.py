@@ -34,6 +34,8 @@ SMALLEST_ANCHOR = 1 << 20
 """Bytes of a buffer from which on its size counts; below, alpha rules."""
 SMALL = 64 << 10
 APART = 2.5
+MOST_RANKS, MOST_MB = 256, 1 << 20
+"""What is predicted: schedules of more ranks take long to go through."""
 
 
 @dataclass(frozen=True)
@@ -199,8 +201,11 @@ def bench_fit(arguments: list[str]) -> None:
     parser.add_argument("--mb", type=float, default=1.0, help="MiB of the buffer to predict for (default: 1)")
     options = parser.parse_args(arguments)
     folder = options.folder
-    if (options.n is not None and options.n < 2) or not 0 < options.mb < math.inf:
-        raise ConfigError(f"--n {options.n} --mb {options.mb}: it takes 2 ranks or more, and more than 0 MiB")
+    if (options.n is not None and not 2 <= options.n <= MOST_RANKS) or not 0 < options.mb <= MOST_MB:
+        raise ConfigError(
+            f"--n {options.n} --mb {options.mb}: it takes 2 to {MOST_RANKS} ranks, and more than 0 and at most "
+            f"{MOST_MB:,} MiB"
+        )
     try:
         if options.n is not None:
             print(foretold(folder, options.n, round(options.mb * 2**20)))

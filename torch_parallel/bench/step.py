@@ -58,6 +58,7 @@ Side = TypeVar("Side")
 
 DEFAULT_STRATEGIES = ("sharded_param_server", "ring_all_reduce")
 PROFILED_STEPS = 3
+LARGEST_SIDE = 4096
 
 
 def time_steps(
@@ -333,6 +334,8 @@ def _check_image_side(model: str, side: int) -> None:
     """Raises ConfigError where the model cannot be made for such images, or cannot be fed with one."""
     if model == "mlp":
         raise ConfigError(f"--image_side {side}: mlp is fed with no images; leave it out, or take another --model")
+    if side > LARGEST_SIDE:
+        raise ConfigError(f"--image_side {side}: at most {LARGEST_SIDE} pixels are taken")
     try:
         shape = (IMAGES[model][0], side, side)
         with torch.device("meta"):

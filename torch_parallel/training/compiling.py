@@ -7,6 +7,7 @@ exchange to overlap with.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 
@@ -23,10 +24,11 @@ FEWEST_LAYERS = 4
 
 def check_compiler(device: str) -> None:
     """Raises ConfigError where torch.compile would find no compiler of C++, which it says in a hundred lines."""
-    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    if device == "cpu" and shutil.which(compiler) is None:
+    command = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch looks for it
+    program = next(iter(shlex.split(command)), "")
+    if device == "cpu" and shutil.which(program) is None:
         raise ConfigError(
-            f"--compile: on the CPU torch.compile needs a compiler of C++, and there is no {compiler}: install one "
+            f"--compile: on the CPU torch.compile needs a compiler of C++, and there is no '{program}': install one "
             "(g++), name one in CXX, or leave --compile out"
         )
 

@@ -31,8 +31,8 @@ class Settings:
 
 
 BEST = Settings(programs=64, block_bytes=32 << 10, warps=16)
-"""Of 15 grids on two H200 the best one takes at most 9 % less from 64 KiB on, and at most 2 % less from 4 MiB on, often
-with twice the programs; these are half of the multiprocessors (results/bench_all_reduce_gpu, `--settings all`)."""
+"""Of 15 grids on two H200 the best one for a ring takes, back to back, at most 9 % less from 64 KiB on and 3 % from
+4 MiB on, often with twice the programs (results/bench_all_reduce_gpu). These are half of the multiprocessors."""
 
 BESIDE = Settings(programs=32, block_bytes=32 << 10, warps=16)
 """Beside backward, which needs the multiprocessors too. In trials on two H200 a step of a vision transformer was no
