@@ -32,7 +32,7 @@ from typing import Any, TextIO
 import torch
 
 from torch_parallel.analysis.findings import summary
-from torch_parallel.analysis.runs import Unequal, manifest
+from torch_parallel.analysis.runs import DamagedResults, Unequal, manifest
 from torch_parallel.grids import EXPERIMENTS, Cell, Experiment
 from torch_parallel.results import COLUMNS, RunFolder, environment
 from torch_parallel.training.config import OneLineParser
@@ -228,7 +228,7 @@ def main(arguments: list[str]) -> None:
         grid = Grid(name, experiment, experiment.seeds, results_dir)
         grid.run()
         print(grid.summary())
-    except (ExperimentError, Unequal) as error:
+    except (ExperimentError, Unequal, DamagedResults) as error:
         sys.exit(f"experiment {options.name}: {error}")
     if len(grid.seeds) < 3:
         print("one repeat only: nothing here is to be compared")
