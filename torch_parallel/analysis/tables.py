@@ -111,14 +111,12 @@ def step_table(results_dir: str | Path = "results", bench: str = "bench_step") -
 
     Of steps on GPUs also what their profile says: how busy a GPU was, and how much of the time it exchanged.
     """
-    folders, machines = {}, {}
+    folders = {}
     for folder in complete(bench, results_dir):
         about = manifest(folder)
         names = ("model", "parameters", "image_side", "batch_size", "precision", "compile", "optimizer", "n")
         folders[tuple(about[name] for name in names)] = folder
-    for folder in folders.values():
-        machines[folder] = machine_told(manifest(folder))
-    same_told(machines)
+    same_told({folder: machine_told(manifest(folder)) for folder in folders.values()})
     on_gpus = bool(manifest(folder)["cards"])
     columns = ["model, batch, precision, optimizer, workers", "strategy", "ms a step", "times DDP's speed"]
     columns += ["efficiency", "part of its memory", *(["GPU busy", "exchanging"] if on_gpus else [])]
