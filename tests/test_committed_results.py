@@ -12,11 +12,16 @@ from torch_parallel.analysis.runs import manifest, newest
 from torch_parallel.grids import EXPERIMENTS
 
 RESULTS = Path(__file__).parents[1] / "results"
-COMMITTED = [name for name in EXPERIMENTS if (RESULTS / name).is_dir()]
+EVERY = EXPERIMENTS | {f"{name}_gpu": each.on(2) for name, each in EXPERIMENTS.items()}
+"""The folder's name -> the experiment; those of GPUs were made on two."""
+COMMITTED = [name for name in EVERY if (RESULTS / name).is_dir()]
+ON_GPUS = [name for name in COMMITTED if name not in EXPERIMENTS]
 
 
 def test_all_but_what_takes_longest_are_there() -> None:
     assert set(EXPERIMENTS) - set(COMMITTED) <= {"scaling_mobilenet_v2"}
+
+    assert {"ring_all_reduce_gpu", "param_server_gpu", "scaling_gpu"} == set(ON_GPUS)
 
 
 @pytest.mark.parametrize("name", COMMITTED)
@@ -33,7 +38,7 @@ def test_every_command_of_a_grid_was_run_and_no_other(name: str) -> None:
 @pytest.mark.parametrize("name", COMMITTED)
 def test_the_command_would_run_nothing_that_is_not_there(name: str) -> None:
     """A grid may have lost cells since; it has no new ones."""
-    each = EXPERIMENTS[name]
+    each = EVERY[name]
     commands = {cell.command(seed) for cell in each.cells for seed in each.seeds}
     assert commands <= set(manifest(newest(name, RESULTS))["grid"])
 
@@ -41,6 +46,6 @@ def test_the_command_would_run_nothing_that_is_not_there(name: str) -> None:
 @pytest.mark.parametrize("name", COMMITTED)
 def test_what_is_compared_is_alike(name: str) -> None:
     """`summary` raises where it is not; a line says what was held equal in each comparison."""
-    each = EXPERIMENTS[name]
+    each = EVERY[name]
     told = summary(newest(name, RESULTS), each.apart, each.same, each.but)
     assert told.count("held equal: ") >= 1

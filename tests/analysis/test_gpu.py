@@ -74,6 +74,14 @@ def test_lines_are_the_ratios_of_their_way(tmp_path: Path) -> None:
         assert list(line.get_ydata()) == [expected]
 
 
+@pytest.mark.parametrize("highest", ["single", "in_a_row"])
+def test_the_highest_ratio_of_either_panel_is_in_the_picture(highest: str, tmp_path: Path) -> None:
+    rows = [*ROWS, timing("ring, plain", 1 << 20, **{"single": 1.0, "in_a_row": 1.0, highest: 20.0})]
+    for axes in gpu.all_reduce_beside_nccl(written(tmp_path / "one", "bench.csv", rows)).axes:
+        least, most = axes.get_ylim()
+        assert least == 0 and most > 20.0
+
+
 def test_overlap_is_drawn_of_the_last_steps_that_had_any(tmp_path: Path) -> None:
     """A model of one bucket, measured later, has nothing to show."""
     place = tmp_path / "bench_step_gpu"

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.container import ErrorbarContainer
 
-from torch_parallel.analysis import findings
+from torch_parallel.analysis import findings, plots
+from torch_parallel.analysis.figure import Figure
 from torch_parallel.analysis.runs import ExperimentMissing, Unequal, by_label, held_equal, newest, read_runs, select
 from torch_parallel.results import COLUMNS
 
@@ -184,3 +186,41 @@ def test_findings_say_what_was_measured(folder: Path) -> None:
     assert "accuracies differ by at most 0.00 points" in told
     assert "6 runs" in findings.about(folder)
     assert "held equal: kind measured; dataset digits" in findings.summary(folder)
+
+
+def scaled(results: Path) -> list[Path]:
+    """On GPUs, and without: one process takes 4 s an epoch for 100 images, a ring of two 2.5 s, DataParallel 8 s."""
+    folders = []
+    for experiment, device in (("scaling_gpu", "cuda"), ("scaling", "cpu")):
+        runs = [made("ring_all_reduce", 0, [9.0, of], n, device=device) for n, of in ((1, 4.0), (2, 2.5))]
+        runs.append(made("data_parallel", 0, [9.0, 8.0], 1, n=2, threads=2, device=device))
+        folders.append(written(results / experiment / "a", *runs))
+    return folders
+
+
+def test_data_parallel_counts_by_its_gpus_and_is_one_process_without_any(tmp_path: Path) -> None:
+    told = [findings.scaling_found(folder) for folder in scaled(tmp_path)]
+    ring = "cnn, ring_all_reduce, 2 workers: 1 times the images take 1.0 times as long; with 100 images 1.60 times"
+    assert all(ring in of_device for of_device in told)
+    builtin = [line for of_device in told for line in of_device.splitlines() if "data_parallel" in line]
+    assert len(builtin) == 1 and "cnn, data_parallel, 2 GPUs" in builtin[0]
+    assert "0.50 times the speed of one process (0.50 to 0.50), efficiency 25 %" in builtin[0]
+
+
+def test_scaling_draws_each_device_and_no_panel_of_what_was_not_measured(tmp_path: Path) -> None:
+    on_gpus, on_cpu = scaled(tmp_path)
+    runs = [made("ring_all_reduce", 0, [1.0], n, model="mobilenet_v2") for n in (1, 2)]
+    written(tmp_path / "scaling_mobilenet_v2" / "a", *runs)
+    assert [axes.get_title() for axes in plots.scaling_with_data(on_cpu).axes] == ["cnn", "mobilenet_v2"]
+    assert [axes.get_title() for axes in plots.scaling_with_data(on_gpus).axes] == ["cnn", ""]
+    threads = "one process, 2 threads"
+    told = [_first_points(plots.scaling_with_workers(folder)) for folder in (on_gpus, on_cpu)]
+    assert told[0]["data_parallel"] == pytest.approx([2.03, 0.5]) and threads not in told[0]
+    assert told[1][threads][1] == pytest.approx(0.5) and "data_parallel" not in told[1]
+
+
+def _first_points(figure: Figure) -> dict[str, list[float]]:
+    """Of what the first panel's legend tells."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    lines = [handle[0] if isinstance(handle, ErrorbarContainer) else handle for handle in handles]
+    return {told: [line.get_xdata()[0], line.get_ydata()[0]] for told, line in zip(labels, lines, strict=True)}

@@ -106,7 +106,8 @@ def server_beside_data_parallel(folder: str | Path) -> str:
 
 def scaling_found(folder: str | Path, model: str = "cnn") -> str:
     """How epochs grow with the data, and what more workers bring, against one process with one thread."""
-    runs = [run for run in select(read_runs(folder), model=model) if run.strategy != "data_parallel"]
+    runs = select(read_runs(folder), model=model)
+    runs = [run for run in runs if (run.strategy, run.setting("device")) != ("data_parallel", "cpu")]
     lines = []
     for model, of_model in by_setting(runs, "model").items():
         sizes = sorted({int(run.setting("train_size")) for run in of_model})
@@ -121,7 +122,7 @@ def scaling_found(folder: str | Path, model: str = "cnn") -> str:
             median, lowest, highest = spread(speed_ups(most, largest))
             lines.append(
                 f"{model}, {label}: {grown}with {sizes[-1]:,} images {median:.2f} times the speed of one process "
-                f"({lowest:.2f} to {highest:.2f}), efficiency {100 * median / of_label[0].workers:.0f} %"
+                f"({lowest:.2f} to {highest:.2f}), efficiency {100 * median / of_label[0].asked_for:.0f} %"
             )
     return "\n".join(lines)
 

@@ -63,6 +63,7 @@ def all_reduce_beside_nccl(folder: str | Path) -> Figure:
     _draw_ratios(single, rows, "times_faster_than_nccl", "single calls")
     _draw_ratios(back_to_back, rows, "back_to_back_times_faster", "calls back to back")
     single.set_ylabel("times NCCL's speed")
+    single.set_ylim(bottom=0)  # of both, and only now, since a limit keeps the upper one from growing
     single.legend(frameon=False, fontsize=8)
     about = manifest(folder)
     figure.suptitle(f"all-reduce on {cards_told(about)}", fontsize=11)
@@ -76,7 +77,7 @@ def _draw_ratios(axes: Axes, rows: list[dict[str, Any]], column: str, title: str
         axes.plot(sizes, ratios, color=colour, marker=marker, markersize=4, linewidth=1.3, label=way)
     sizes = sorted({row["size_bytes"] for row in rows})
     axes.axhline(1, color="#222222", linewidth=0.8)
-    axes.set(xscale="log", xlabel="size of the buffer", title=title, ylim=(0, None))
+    axes.set(xscale="log", xlabel="size of the buffer", title=title)
     axes.set_xticks(sizes[::2], [size_told(size) for size in sizes[::2]], fontsize=8, rotation=45)
     axes.minorticks_off()
     axes.spines[["top", "right"]].set_visible(False)

@@ -122,7 +122,7 @@ def scaling(folder: str | Path) -> Figure:
     """Both: `scaling_with_data` above, `scaling_with_workers` below."""
     figure = Figure(9.0, 7.0)
     above, below = figure.subplots(2, 2)
-    _with_data(above, {"cnn": folder, "mobilenet_v2": _beside(folder)})
+    _with_data(above, _by_model(folder))
     _with_workers(below[0], below[1], read_runs(folder), "cnn")
     return figure
 
@@ -130,16 +130,18 @@ def scaling(folder: str | Path) -> Figure:
 def scaling_with_data(folder: str | Path) -> Figure:
     """Milliseconds of an epoch for each image, over the number of training images, a panel for each model."""
     figure = Figure(9.0, 3.6)
-    _with_data(figure.subplots(1, 2), {"cnn": folder, "mobilenet_v2": _beside(folder)})
+    _with_data(figure.subplots(1, 2), _by_model(folder))
     return figure
 
 
-def _beside(folder: str | Path) -> Path:
-    """The results of scaling_mobilenet_v2, which lie beside those of scaling; without any, these."""
+def _by_model(folder: str | Path) -> dict[str, Path]:
+    """`cnn` of this folder and, where it was measured, `mobilenet_v2` of the experiment of its own that lies beside."""
+    folder = Path(folder)
+    beside = folder.parent.name.replace("scaling", "scaling_mobilenet_v2")  # those of GPUs end in _gpu
     try:
-        return newest("scaling_mobilenet_v2", Path(folder).parents[1])
+        return {"cnn": folder, "mobilenet_v2": newest(beside, folder.parents[1])}
     except ExperimentMissing:
-        return Path(folder)
+        return {"cnn": folder}
 
 
 def scaling_with_workers(folder: str | Path, model: str = "cnn") -> Figure:
@@ -150,8 +152,10 @@ def scaling_with_workers(folder: str | Path, model: str = "cnn") -> Figure:
     return figure
 
 
-def _with_data(panels: Sequence[Axes], folders: dict[str, str | Path]) -> None:
-    for axes, (model, folder) in zip(panels, folders.items(), strict=True):
+def _with_data(panels: Sequence[Axes], folders: dict[str, Path]) -> None:
+    for axes in panels[len(folders) :]:
+        axes.set_axis_off()
+    for axes, (model, folder) in zip(panels, folders.items(), strict=False):
         runs = [run for run in select(read_runs(folder), model=model) if run.workers <= 2]
         held_equal(runs, but=("train_size", "steps", "epochs"), same=())
         groups = by_label(runs)
@@ -170,26 +174,26 @@ def _with_data(panels: Sequence[Axes], folders: dict[str, str | Path]) -> None:
 
 
 def _with_workers(speed_up: Axes, efficiency: Axes, runs: list[Run], model: str) -> None:
-    """Each worker has one thread, and so has the one process."""
+    """Each worker has one thread, and so has the one process. DataParallel is a line where it has threads, not GPUs."""
     images = max(int(run.setting("train_size")) for run in select(runs, model=model))
     runs = select(runs, model=model, train_size=images)
     held_equal(runs, same=("processors_each",))
-    threads = select(runs, strategy="data_parallel")
+    threads = select(runs, strategy="data_parallel", device="cpu")
     if threads:
         two = statistics.median(speed_ups(threads, runs))
         told = f"one process, {threads[0].threads} threads"
         speed_up.axhline(two, color="#CC79A7", linestyle="--", linewidth=1, label=told, zorder=0)
-    runs = [run for run in runs if run.strategy != "data_parallel"]
-    groups = by_setting([run for run in runs if run.workers > 1], "strategy")
+    runs = [run for run in runs if run not in threads]
+    groups = by_setting([run for run in runs if run.asked_for > 1], "strategy")
     for place, (strategy, of_strategy) in enumerate(groups.items()):
-        by_count = by_setting(of_strategy, "workers")
+        by_count = by_setting(of_strategy, "asked_for")
         counts = [int(count) for count in by_count]
         places = [count + 0.06 * (place - (len(groups) - 1) / 2) for count in counts]  # beside each other
         ratios = [speed_ups(of_count, runs) for of_count in by_count.values()]
         points(speed_up, places, ratios, strategy)
         shares = [[100 * ratio / count for ratio in of_count] for of_count, count in zip(ratios, counts, strict=True)]
         points(efficiency, places, shares, strategy)
-    counts = sorted({run.workers for run in runs})
+    counts = sorted({run.asked_for for run in runs})
     speed_up.plot(counts, counts, color="#B0B0B0", linestyle=":", label="as many times as workers", zorder=0)
     speed_up.axhline(1, color="#222222", linewidth=0.8, zorder=0)
     efficiency.axhline(100, color="#B0B0B0", linestyle=":", zorder=0)
