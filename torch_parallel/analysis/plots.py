@@ -202,6 +202,7 @@ def _with_workers(speed_up: Axes, efficiency: Axes, runs: list[Run], model: str)
     efficiency.set(xlabel="workers", ylabel="speed-up / workers (%)", title=heading, ylim=(0, None))
     for axes in (speed_up, efficiency):
         axes.set_xticks(counts)
+        axes.set_xlim(counts[0] - 0.2, counts[-1] + 0.2)
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize=8)
 
