@@ -22,7 +22,7 @@ from torch_parallel.lifeline import end_with_pipe
 from torch_parallel.mailbox import Failure, Outbox
 from torch_parallel.status import COMPUTING, RETURNING
 from torch_parallel.transport.base import Transport, TransportError
-from torch_parallel.transport.cuda_ipc import THROUGH_HOST, connect_gpus
+from torch_parallel.transport.cuda_ipc import THROUGH_HOST, connect_gpus, without_kernel
 from torch_parallel.transport.shared_memory import SharedMemoryTransport, Wiring
 
 
@@ -56,7 +56,7 @@ def main(assignment: Assignment) -> None:
         communicator.status.phase(COMPUTING)
         result = function(communicator, *arguments)
         communicator.status.phase(RETURNING)
-        _leave_gpus(communicator)
+        communicator.transport.leave()
         assignment.outbox.send("result", result)
         exit_code = 0
     except BaseException as error:  # sys.exit() too: whatever its code, the worker has not returned a result
@@ -109,6 +109,8 @@ def _communicator(assignment: Assignment) -> Communicator:
             transport, line = connect_gpus(host, device, assignment.deadline_s, assignment.performer)
         else:
             line = f"{THROUGH_HOST}: links are emulated there"
+            if assignment.performer == "triton":
+                raise TransportError(without_kernel(line))
         if line and assignment.rank == 0:
             print(line, flush=True)
     return Communicator(
@@ -120,14 +122,6 @@ def _communicator(assignment: Assignment) -> Communicator:
         {name: assignment.wiring.arena.tensor(*where) for name, where in assignment.shared.items()},
         host_transport=None if transport is host else host,
     )
-
-
-def _leave_gpus(communicator: Communicator) -> None:
-    """The memory of this process's GPU goes with it: not before peers have read the last of it."""
-    if communicator.host_transport is not None:
-        with contextlib.suppress(TransportError):  # the worker function was told of it, and returned all the same
-            communicator.transport.settle()
-            communicator.transport.synchronize()
 
 
 def _prefix_warnings(rank: int) -> None:

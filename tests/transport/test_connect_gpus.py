@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_parallel import Communicator, launch
+from torch_parallel import Communicator, WorkerFailure, launch
 from torch_parallel.collectives import COLLECTIVES
 from torch_parallel.transport import cuda_ipc
 from torch_parallel.transport.base import TransportError
@@ -104,15 +104,37 @@ def test_an_obstacle_of_one_rank_is_one_of_all(fails: str, found: tuple[bool, st
     assert launch(connected, 2, fails, "auto", threads=1, deadline_s=30) == [found] * 2
 
 
-def refused(communicator: Communicator) -> str:
+def refused(communicator: Communicator, fails: str) -> str:
     with pytest.raises(TransportError) as raised:
-        connected(communicator, "compile", "triton")
+        connected(communicator, fails, "triton")
     return str(raised.value)
 
 
-def test_who_asks_for_triton_is_told_that_it_does_not_work() -> None:
-    expected = "--performer triton: Triton does not work here: no C compiler (rank 1); take --performer plain"
-    assert launch(refused, 2, threads=1, deadline_s=30) == [expected] * 2
+@pytest.mark.parametrize(
+    ("fails", "why"),
+    [("compile", "Triton does not work here: no C compiler"), ("access", f"{cuda_ipc.THROUGH_HOST}: no way")],
+)
+def test_who_asks_for_triton_is_told_that_it_does_not_work(fails: str, why: str) -> None:
+    expected = f"--performer triton: {why} (rank 1); take --performer plain"
+    assert launch(refused, 2, fails, threads=1, deadline_s=30) == [expected] * 2
+
+
+def leaving(communicator: Communicator, told: bool) -> str:
+    """What a worker function returns whose stream went on without its peer, with and without having been told so."""
+    transport: Any = cuda_ipc.CudaIpcTransport.__new__(cuda_ipc.CudaIpcTransport)
+    transport.rank, transport._told = communicator.rank, False
+    transport._watchdog = SimpleNamespace(failure="ring, round 0: no signal from rank 1 for 6.0 s")
+    if told:
+        with pytest.raises(TransportError, match="no signal from rank 1"):
+            transport.settle()
+    communicator.transport = transport
+    return "returned"
+
+
+def test_a_wait_that_failed_fails_the_run_unless_the_worker_function_was_told() -> None:
+    assert launch(leaving, 1, True, threads=1, deadline_s=30) == ["returned"]
+    with pytest.raises(WorkerFailure, match=r"rank 0, ring, round 0: no signal from rank 1 for 6\.0 s"):
+        launch(leaving, 1, False, threads=1, deadline_s=30)
 
 
 def test_who_asks_for_triton_on_a_shared_gpu_gets_it() -> None:

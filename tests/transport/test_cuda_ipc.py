@@ -5,6 +5,7 @@ What all transports promise is held against this one too in `test_conformance.py
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -350,6 +351,8 @@ def rank_1_stays_away(communicator: Communicator, what: str, ends: str) -> tuple
         for _ in range(7):
             time.sleep(1)
             communicator.status.beat()
+        with contextlib.suppress(TransportError):  # that another gave up
+            transport.synchronize()
         return "", ""
     for _ in range(2):
         try:
@@ -394,6 +397,25 @@ def test_the_deadline_names_rank_peer_purpose_and_round(performer: str, ends: st
         assert errors[rank][0] in (own[rank], told)
         assert errors[rank][1] == errors[rank][0] or what == "settle"
     assert own[0] == errors[0][0] or own[2] == errors[2][0]
+
+
+def asks_nothing_after_its_wait(communicator: Communicator) -> list[float]:
+    """What a rank would return that copies the sums at once, from a stream that the watchdog or the kernel set free."""
+    buffer = communicator.share(9)
+    if communicator.rank == 1:
+        for _ in range(7):
+            time.sleep(1)
+            communicator.status.beat()
+    else:
+        communicator.transport.perform(RING_ALL_REDUCE, buffer)
+    return buffer.local.tolist()
+
+
+@both_performers
+def test_a_wait_that_failed_ends_the_run_though_no_later_call_asks(performer: str) -> None:
+    on_gpus(2, performer, chosen_performer)  # compiles
+    with pytest.raises(WorkerFailure, match=r"no signal from rank 1|gave up waiting for another rank"):
+        on_gpus(2, performer, asks_nothing_after_its_wait, deadline_s=6.0)
 
 
 def chosen_of_three(communicator: Communicator) -> None:

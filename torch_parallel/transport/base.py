@@ -216,6 +216,9 @@ class Transport(ABC):
     def synchronize(self) -> None:  # noqa: B027  # most do everything at once
         """Returns when what was called before is done, for transports that only enqueue it. Raises TransportError."""
 
+    def leave(self) -> None:  # noqa: B027  # memory of the host outlives its process
+        """Called when the worker function has returned; waits for peers that read what goes with this process."""
+
     def acknowledge(self) -> None:
         """Tells the peers that this rank is done with their memory, and with what it does before they may go on."""
         self._acknowledge(self._unacknowledged)

@@ -71,14 +71,17 @@ def connect_gpus(host: Transport, device: torch.device, deadline_s: float, perfo
     arena = CudaArena(board, host.rank, device)
     obstacle = board.first(obstacle) or _mapping_obstacle(board, arena, host.world_size)
     if obstacle or signals is None:
-        return host, f"{THROUGH_HOST}: {obstacle}"
+        line = f"{THROUGH_HOST}: {obstacle}"
+        if performer == "triton":
+            raise TransportError(without_kernel(line))
+        return host, line
     why = ""
     if performer == "auto" and len(set(indices)) < len(indices):
         why = "processes share a GPU, and while one's kernel waits there, the other's do not run"
     elif performer != "plain":
         why = board.first(_atomics_obstacle(device, indices) or _kernel_obstacle(host, device, signals, deadline_s))
     if why and performer == "triton":
-        raise TransportError(f"--performer triton: {why}; take --performer plain")
+        raise TransportError(without_kernel(why))
     transport = CudaIpcTransport(host, arena, signals, device, deadline_s, "plain" if why else performer)
     transport.meet()
     return transport, f"torch's own operations do what one kernel would do faster: {why}" if why else ""
@@ -247,6 +250,11 @@ def _handle(tensor: Tensor) -> Handle | str:
     return rebuild, named
 
 
+def without_kernel(why: str) -> str:
+    """The error's text where the kernel was asked for and cannot be had."""
+    return f"--performer triton: {why}; take --performer plain"
+
+
 def _first_line(error: Exception) -> str:
     return str(error).split("\n")[0][:300] or type(error).__name__
 
@@ -280,6 +288,7 @@ class CudaIpcTransport(Transport):
         self.performer = performer
         """One of PERFORMERS; may be changed between calls, on all ranks."""
         self._watchdog = Watchdog(signals)
+        self._told = False
 
     def _make_triton(self, deadline_s: float) -> TritonPerformer:
         from torch_parallel.transport.triton_performer import FLAGS_PER_PEER, TritonPerformer
@@ -327,6 +336,13 @@ class CudaIpcTransport(Transport):
         torch.cuda.current_stream(self.device).synchronize()
         self._raise_failure()
 
+    def leave(self) -> None:
+        """This GPU's memory goes with the process: not before peers have read the last of it. Raises TransportError for
+        a wait that failed, for what streams did since then is wrong, unless a call has raised it before."""
+        if not self._told:
+            self.settle()
+            self.synchronize()
+
     def agree(self, text: str) -> None:
         self.settle()
         self.synchronize()
@@ -346,6 +362,7 @@ class CudaIpcTransport(Transport):
                 failure = self._stream_signals.who_gave_up()
         if failure is not None:
             self._watchdog.failure = failure  # the first one stays
+            self._told = True
             raise TransportError(f"rank {self.rank}, {failure}")
 
     def _allocate_together(self, count: int, numel: int, dtype: torch.dtype, what: str) -> list[Tensor]:
