@@ -95,6 +95,19 @@ def test_overlap_is_drawn_of_the_last_steps_that_had_any(tmp_path: Path) -> None
         gpu.newest_overlap(tmp_path)
 
 
+def test_the_longest_step_is_in_sight_to_its_end(tmp_path: Path) -> None:
+    """Three profiled steps of 7 ms each beside three of 5 ms."""
+    ring = "ring_all_reduce"
+    rows = [
+        {"side": side, "beside": ring, "stream": 7, "name": "gemm", "start_us": 0, "end_us": 3 * step_us}
+        for side, step_us in ((ring, 7e3), ("ddp", 5e3))
+    ]
+    folder = written(tmp_path / "one", "gpu_work.csv", rows)
+    with open(folder / "bench.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("side", "beside", "median_s"), (ring, "ddp", 0.007), ("ddp", ring, 0.005)])
+    assert [axes.get_xlim() for axes in gpu.overlap(folder).axes] == [(0, 7)] * 2
+
+
 def test_work_lies_in_the_lane_of_its_stream_and_has_the_colour_of_its_kind(tmp_path: Path) -> None:
     """Three profiled steps of 5 ms, of which the last is drawn: a ring that computes, exchanges and updates on one
     stream, the same on two streams, and DistributedDataParallel."""

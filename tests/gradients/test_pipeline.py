@@ -66,6 +66,24 @@ def test_whatever_order_gradients_come_in_buckets_leave_in_theirs() -> None:
         assert log == ["0: 5", "1: 5", "2: 5"]  # all when a's has come, which is last
 
 
+def test_a_backward_that_raised_leaves_nothing_behind_for_the_next_step() -> None:
+    def fail(gradient: Tensor) -> None:
+        raise ValueError("in the middle of backward")
+
+    model = Scales()
+    pipeline, buckets, log = pipeline_of(model, "c", "b", "a")
+    handle = model.b.register_hook(fail)
+    with pytest.raises(ValueError, match="in the middle of backward"), pipeline.during_backward():
+        model(torch.tensor([2.0, 3.0])).backward()
+    assert log == ["0: 5"]
+    handle.remove()
+    for bucket in buckets:
+        bucket.zero()
+    with pipeline.during_backward():
+        model(torch.tensor([2.0, 3.0])).backward()
+    assert log[1:] == ["0: 5", "1: 5", "2: 5"]
+
+
 def test_what_is_not_used_leaves_when_backward_is_over_and_holds_up_what_is_behind() -> None:
     model = Scales()
     pipeline, buckets, log = pipeline_of(model, "c", "b", "a")

@@ -105,10 +105,13 @@ def overlap(folder: str | Path) -> Figure:
     shown += [next(pair for pair in pairs if pair[0] == "ddp")]
     figure = Figure(9.0, 0.9 + 0.9 * len(shown))
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+    steps_ms = []
     for axes, (side, beside) in zip(panels, shown, strict=True):
-        _draw_streams(axes, [row for row in rows if (row["side"], row["beside"]) == (side, beside)])
+        step_ms = _draw_streams(axes, [row for row in rows if (row["side"], row["beside"]) == (side, beside)])
         timed = medians_s[side, beside if side == "ddp" else "ddp"]
         axes.set_title(f"{side}: {1e3 * timed:.1f} ms a step", fontsize=9, loc="left")
+        steps_ms.append(step_ms)
+    panels[-1].set_xlim(0, max(steps_ms))
     panels[-1].set_xlabel("milliseconds, while the profiler looks on")
     handles = [Patch(color=colour, label=kind) for kind, colour in KINDS.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
@@ -130,7 +133,8 @@ def _last_step(work: Sequence[Mapping[str, str]]) -> tuple[float, float]:
     return (PROFILED_STEPS - 1) * step_us, step_us
 
 
-def _draw_streams(axes: Axes, work: list[dict[str, str]]) -> None:
+def _draw_streams(axes: Axes, work: list[dict[str, str]]) -> float:
+    """Returns the milliseconds of the step."""
     busy: dict[str, float] = {}
     for row in work:
         busy[row["stream"]] = busy.get(row["stream"], 0.0) + float(row["end_us"]) - float(row["start_us"])
@@ -144,9 +148,10 @@ def _draw_streams(axes: Axes, work: list[dict[str, str]]) -> None:
                 if (row["stream"] == compute) == wanted and _kind(row["name"]) == kind
             ]
             axes.broken_barh(bars, (lane - 0.4, 0.8), facecolors=colour, linewidth=0)
-    axes.set(ylim=(-0.6, 1.6), xlim=(0, step_us / 1e3))
+    axes.set(ylim=(-0.6, 1.6))
     axes.set_yticks([0, 1], ["other streams", "computing stream"], fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
+    return step_us / 1e3
 
 
 def _kind(name: str) -> str:

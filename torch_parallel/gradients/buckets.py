@@ -230,9 +230,12 @@ def _without_gaps(tensor: Tensor) -> bool:
 
 
 def cut_into_buckets(named_parameters: Iterable[tuple[str, Parameter]], bucket_bytes: int) -> list[NamedParameters]:
-    """The trainable parameters, each once, in reverse order of use, in groups of one dtype and at most `bucket_bytes`.
+    """The trainable parameters, each once, the last one first, in groups of one dtype and at most `bucket_bytes`.
 
-    Where they are too many for one group, the last one, of the parameters that are used first, has at most an eighth of
+    They come as the model has registered them, which is mostly the order of use. Where it is not, buckets are complete
+    late in backward, and less of their exchange lies beside it; results are the same.
+
+    Where they are too many for one group, the last one, of the parameters registered first, has at most an eighth of
     that: when backward has made their gradients it is over, and nothing is left to exchange them beside. A parameter
     larger than a group is a group of its own. Raises ValueError where nothing is trainable.
     """
@@ -243,12 +246,12 @@ def cut_into_buckets(named_parameters: Iterable[tuple[str, Parameter]], bucket_b
     if not kinds:
         raise ValueError("the model has no trainable parameter: all are frozen (requires_grad=False), or there is none")
     groups = [group for of_kind in kinds.values() for group in _cut(of_kind, bucket_bytes)]
-    groups.sort(key=lambda group: group[-1][0], reverse=True)  # by what each has of the latest use
+    groups.sort(key=lambda group: group[-1][0], reverse=True)  # by what each has of the last registered
     return [[(name, parameter) for _, name, parameter in reversed(group)] for group in groups]
 
 
 def _cut(parameters: list[tuple[int, str, Parameter]], most_bytes: int) -> Iterator[list[tuple[int, str, Parameter]]]:
-    """In order of use, the first group a small one, if there are several."""
+    """In the order given, the first group a small one, if there are several."""
     total = sum(parameter.nbytes for *_, parameter in parameters)
     limit = most_bytes if total <= most_bytes else most_bytes // SMALLER_LAST
     group: list[tuple[int, str, Parameter]] = []

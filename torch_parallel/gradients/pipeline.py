@@ -3,9 +3,10 @@
     computing     | backward of layer 3 | of layer 2 | of layer 1 |           | next step
     exchanging                          | bucket 0   | bucket 1   | bucket 2  |
 
-Buckets are in reverse order of use, so the first is complete when backward has hardly begun. Autograd tells each of
-them when a gradient has come; a bucket that is complete leaves unless an earlier one has not left yet, so all ranks
-exchange in the same order, whatever their gradients come in. What no gradient came for leaves when backward is over.
+Buckets are in reverse of the order in which the model has registered its parameters, which is mostly that of use:
+then the first is complete when backward has hardly begun. Autograd tells each of them when a gradient has come; a
+bucket that is complete leaves unless an earlier one has not left yet, so all ranks exchange in the same order,
+whatever their gradients come in. What no gradient came for leaves when backward is over.
 
 On GPUs buckets leave, if there are several, on a stream of their own. It waits for the gradients, and the stream that
 computes waits for it when backward is over: until then both have work. Where the host itself exchanges, it does so in
@@ -45,6 +46,8 @@ class Pipeline:
 
         Raises RuntimeError where backward needs a parameter that has been updated, since its gradient was complete.
         """
+        self._left = 0  # a backward that raised may have left some behind
+        self._complete.clear()
         for bucket in self._buckets:
             bucket.await_gradients(self._completed)
         try:

@@ -26,8 +26,8 @@ PRECISIONS = ("full", "bf16")
 DEFAULT_EPOCHS = {"digits": 10}
 DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_BUCKET_MB = {"cpu": 25.0, "cuda": 100.0}
-"""On GPUs the host enqueues a bucket for longer than these exchange it: steps of a vision transformer are fastest with
-few."""
+"""On GPUs the host enqueues a bucket for longer than these exchange it: in trials on two H200 steps of a vision
+transformer were no faster with 25 and 50. On the CPU it is what DistributedDataParallel takes."""
 
 CONTROL_FLAGS = (
     *("n_gpus", "device", "dtype", "model", "dataset", "data_dir", "train_size", "test_size", "batch_size", "epochs"),
