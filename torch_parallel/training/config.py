@@ -27,7 +27,7 @@ DEFAULT_EPOCHS = {"digits": 10}
 DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_BUCKET_MB = {"cpu": 25.0, "cuda": 100.0}
 """On GPUs the host enqueues a bucket for longer than these exchange it: in trials on two H200 steps of a vision
-transformer were no faster with 25 and 50. On the CPU it is what DistributedDataParallel takes."""
+transformer were no faster with 25 and 50. On the CPU see results/bench_buckets."""
 
 CONTROL_FLAGS = (
     *("n_gpus", "device", "dtype", "model", "dataset", "data_dir", "train_size", "test_size", "batch_size", "epochs"),
