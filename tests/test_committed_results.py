@@ -20,7 +20,6 @@ ON_GPUS = [name for name in COMMITTED if name not in EXPERIMENTS]
 
 def test_all_but_what_takes_longest_are_there() -> None:
     assert set(EXPERIMENTS) - set(COMMITTED) <= {"scaling_mobilenet_v2"}
-
     assert {"ring_all_reduce_gpu", "param_server_gpu", "scaling_gpu"} == set(ON_GPUS)
 
 

@@ -21,7 +21,7 @@ from torch_parallel.communicator import Communicator
 from torch_parallel.lifeline import end_with_pipe
 from torch_parallel.mailbox import Failure, Outbox
 from torch_parallel.status import COMPUTING, RETURNING
-from torch_parallel.transport.base import Transport, TransportError
+from torch_parallel.transport.base import Transport
 from torch_parallel.transport.cuda_ipc import THROUGH_HOST, connect_gpus, without_kernel
 from torch_parallel.transport.shared_memory import SharedMemoryTransport, Wiring
 
@@ -108,9 +108,7 @@ def _communicator(assignment: Assignment) -> Communicator:
         if assignment.wiring.links is None:
             transport, line = connect_gpus(host, device, assignment.deadline_s, assignment.performer)
         else:
-            line = f"{THROUGH_HOST}: links are emulated there"
-            if assignment.performer == "triton":
-                raise TransportError(without_kernel(line))
+            line = without_kernel(assignment.performer, f"{THROUGH_HOST}: links are emulated there")
         if line and assignment.rank == 0:
             print(line, flush=True)
     return Communicator(

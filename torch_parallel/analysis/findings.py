@@ -106,8 +106,7 @@ def server_beside_data_parallel(folder: str | Path) -> str:
 
 def scaling_found(folder: str | Path, model: str = "cnn") -> str:
     """How epochs grow with the data, and what more workers bring, against one process with one thread."""
-    runs = select(read_runs(folder), model=model)
-    runs = [run for run in runs if (run.strategy, run.setting("device")) != ("data_parallel", "cpu")]
+    runs = [run for run in select(read_runs(folder), model=model) if not run.plain_module]
     lines = []
     for model, of_model in by_setting(runs, "model").items():
         sizes = sorted({int(run.setting("train_size")) for run in of_model})

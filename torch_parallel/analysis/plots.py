@@ -178,12 +178,12 @@ def _with_workers(speed_up: Axes, efficiency: Axes, runs: list[Run], model: str)
     images = max(int(run.setting("train_size")) for run in select(runs, model=model))
     runs = select(runs, model=model, train_size=images)
     held_equal(runs, same=("processors_each",))
-    threads = select(runs, strategy="data_parallel", device="cpu")
+    threads = [run for run in runs if run.plain_module]
     if threads:
         two = statistics.median(speed_ups(threads, runs))
         told = f"one process, {threads[0].threads} threads"
         speed_up.axhline(two, color="#CC79A7", linestyle="--", linewidth=1, label=told, zorder=0)
-    runs = [run for run in runs if run not in threads]
+    runs = [run for run in runs if not run.plain_module]
     groups = by_setting([run for run in runs if run.asked_for > 1], "strategy")
     for place, (strategy, of_strategy) in enumerate(groups.items()):
         by_count = by_setting(of_strategy, "asked_for")

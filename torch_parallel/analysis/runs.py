@@ -135,6 +135,11 @@ class Run:
         """Workers, or what DataParallel, which is one process, has in their place: GPUs, and threads without any."""
         return self.n if self.strategy == "data_parallel" else self.workers
 
+    @property
+    def plain_module(self) -> bool:
+        """Whether it is DataParallel without GPUs, which is the plain module in one process with several threads."""
+        return self.strategy == "data_parallel" and self.setting("device") == "cpu"
+
     def setting(self, name: str) -> Any:
         """A column of runs.csv that is the same in every epoch, by its name; `processors`, `epochs` and others too."""
         if name == "processors":
@@ -320,7 +325,7 @@ def label(run: Run) -> str:
 def _who(run: Run) -> str:
     if run.workers == 1 and run.strategy not in ("data_parallel", "ddp"):
         return "one process"
-    if run.strategy == "data_parallel" and run.setting("device") == "cpu":
+    if run.plain_module:
         return f"data_parallel, plain module, {run.threads} threads"
     count = run.asked_for
     noun = "GPU" if run.strategy == "data_parallel" else "worker"

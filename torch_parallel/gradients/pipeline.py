@@ -46,8 +46,7 @@ class Pipeline:
 
         Raises RuntimeError where backward needs a parameter that has been updated, since its gradient was complete.
         """
-        self._left = 0  # a backward that raised may have left some behind
-        self._complete.clear()
+        self._begin_anew()  # a backward that raised may have left some behind
         for bucket in self._buckets:
             bucket.await_gradients(self._completed)
         try:
@@ -63,10 +62,13 @@ class Pipeline:
     def finish(self) -> None:
         """Backward is over: the rest leaves, and the current stream waits for all that has left."""
         self._leave(len(self._buckets))
-        self._left = 0
-        self._complete.clear()
+        self._begin_anew()
         if self.stream is not None:
             torch.cuda.current_stream(self.stream.device_index).wait_stream(self.stream)
+
+    def _begin_anew(self) -> None:
+        self._left = 0
+        self._complete.clear()
 
     def _completed(self, bucket: Bucket) -> None:
         self._complete.add(bucket.index)

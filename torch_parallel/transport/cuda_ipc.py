@@ -71,20 +71,17 @@ def connect_gpus(host: Transport, device: torch.device, deadline_s: float, perfo
     arena = CudaArena(board, host.rank, device)
     obstacle = board.first(obstacle) or _mapping_obstacle(board, arena, host.world_size)
     if obstacle or signals is None:
-        line = f"{THROUGH_HOST}: {obstacle}"
-        if performer == "triton":
-            raise TransportError(without_kernel(line))
-        return host, line
+        return host, without_kernel(performer, f"{THROUGH_HOST}: {obstacle}")
     why = ""
     if performer == "auto" and len(set(indices)) < len(indices):
         why = "processes share a GPU, and while one's kernel waits there, the other's do not run"
     elif performer != "plain":
         why = board.first(_atomics_obstacle(device, indices) or _kernel_obstacle(host, device, signals, deadline_s))
-    if why and performer == "triton":
-        raise TransportError(without_kernel(why))
+    if why:
+        why = f"torch's own operations do what one kernel would do faster: {without_kernel(performer, why)}"
     transport = CudaIpcTransport(host, arena, signals, device, deadline_s, "plain" if why else performer)
     transport.meet()
-    return transport, f"torch's own operations do what one kernel would do faster: {why}" if why else ""
+    return transport, why
 
 
 @cache
@@ -250,9 +247,11 @@ def _handle(tensor: Tensor) -> Handle | str:
     return rebuild, named
 
 
-def without_kernel(why: str) -> str:
-    """The error's text where the kernel was asked for and cannot be had."""
-    return f"--performer triton: {why}; take --performer plain"
+def without_kernel(performer: str, why: str) -> str:
+    """`why` there is no kernel. Raises TransportError where it was asked for."""
+    if performer == "triton":
+        raise TransportError(f"--performer triton: {why}; take --performer plain")
+    return why
 
 
 def _first_line(error: Exception) -> str:
