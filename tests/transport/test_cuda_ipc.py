@@ -418,6 +418,27 @@ def test_a_wait_that_failed_ends_the_run_though_no_later_call_asks(performer: st
         on_gpus(2, performer, asks_nothing_after_its_wait, deadline_s=6.0)
 
 
+def busy_for_two_deadlines(communicator: Communicator, algorithm: str) -> list[float]:
+    """The streams of both are, before what they wait for."""
+    transport, buffer = communicator.transport, communicator.share(9)
+    buffer.local.fill_(communicator.rank + 1.0)
+    for _ in range(12):  # the host goes on at once
+        torch.cuda._sleep(2_000_000_000)  # about a second
+    transport.perform(RING_ALL_REDUCE if algorithm == "ring" else broadcast_from(0), buffer)
+    while not torch.cuda.current_stream().query():
+        time.sleep(0.2)
+        communicator.status.beat()
+    transport.synchronize()
+    return buffer.local.unique().tolist()
+
+
+@two_gpus
+@pytest.mark.parametrize("algorithm, result", [("ring", 3.0), ("broadcast", 1.0)])
+def test_the_deadline_does_not_count_what_the_own_stream_still_has_to_do(algorithm: str, result: float) -> None:
+    """In a broadcast rank 1 posts nothing, and waits all the same."""
+    assert on_gpus(2, "plain", busy_for_two_deadlines, algorithm, deadline_s=6.0) == [[result], [result]]
+
+
 def chosen_of_three(communicator: Communicator) -> None:
     buffer = communicator.share(9)
     for collective in (RING_ALL_REDUCE, broadcast_from(0)):

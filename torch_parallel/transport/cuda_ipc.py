@@ -309,6 +309,7 @@ class CudaIpcTransport(Transport):
     ) -> Tensor:
         self._raise_failure()
         if self.triton is None or not acknowledge or not self._takes_the_kernel(self.triton, collective, buffer):
+            self._stream_signals.begin()
             return super().perform(collective, buffer, purpose, acknowledge=acknowledge)
         plan = self._plan(collective, buffer)
         self.triton.perform(collective, buffer, plan, purpose or collective.name)

@@ -5,7 +5,8 @@ The numbers lie in the host's memory, which costs half a microsecond a signal mo
 (two H200: 14.7 against 13.7 a round trip) and lets the host see them, and end a wait that the GPU cannot give up
 itself, without asking the GPU: a thread looks now and then at the oldest wait, and past the deadline it stores the
 awaited number. The stream goes on with whatever is there, and the next call of the transport raises an error that says
-who did not come. Since what it goes on with is wrong, the thread first leaves a mark with all peers.
+who did not come. Since what it goes on with is wrong, the thread first leaves a mark with all peers. It is no peer's
+fault if this rank's own stream comes late to a wait: time counts from when the last signal that lies before is seen.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torch_parallel.transport.cuda_driver import current_stream, device_address, stream_wait, stream_write
-from torch_parallel.transport.signals import NAP_S, READ, Signals, WaitTimeout, silence
+from torch_parallel.transport.signals import NAP_S, READ, READY, Signals, WaitTimeout, silence
 
 KINDS = 2
 WORDS = 32
@@ -32,6 +33,15 @@ def flag_words(world_size: int) -> int:
     return KINDS * world_size * WORDS + WORDS
 
 
+@dataclass(frozen=True, slots=True)
+class Post:
+    """What a stream of this rank was told to write: `number` to the flag `word` of rank `to`."""
+
+    to: int
+    word: int
+    number: int
+
+
 @dataclass(eq=False, slots=True)
 class Wait:
     """What a stream of this rank was told to wait for: the flag `word` is to reach `number`."""
@@ -41,6 +51,7 @@ class Wait:
     peer: int
     doing: str
     round: int | None  # None for the end of the peer's reading, which `doing` says
+    after: Post  # once it is seen, the stream has done whatever lay before the operation
 
     def __str__(self) -> str:
         return self.doing if self.round is None else f"{self.doing}, round {self.round}"
@@ -60,7 +71,8 @@ class StreamSignals(Signals):
         self.notes = [part[-4:].view(torch.int64) for part in flags]
         """Of each rank: [0] what its kernel gave up to wait for; [1] a peer that gave up, rank + 1; zeros else."""
         # twenty times faster to look at than tensors
-        self._own_flags, self._own_notes = _words(flags[rank]), _words(self.notes[rank])
+        self._words = [_words(part) for part in flags]
+        self._own_flags, self._own_notes = self._words[rank], _words(self.notes[rank])
         self.pending: deque[Wait] = deque()
         """Oldest first; the watchdog takes out those that are over, as long as none has failed."""
         self._rank = rank
@@ -68,6 +80,7 @@ class StreamSignals(Signals):
         self._bases = [device_address(part) for part in flags]
         self._posted = [[0] * len(flags) for _ in range(KINDS)]
         self._awaited = [[0] * len(flags) for _ in range(KINDS)]
+        self._last_post: Post | None = None  # of the operation that is being enqueued
 
     @property
     def note_address(self) -> int:
@@ -79,15 +92,24 @@ class StreamSignals(Signals):
         """What this rank's kernel gave up to wait for; 0 while all is well."""
         return self._own_notes[0]
 
+    def begin(self) -> None:
+        """A new operation, which lies behind whatever the stream has been given since the last."""
+        self._last_post = None
+
     def post(self, kind: int, peer: int) -> None:
         self._posted[kind][peer] += 1
-        address = self._bases[peer] + 4 * self._word(kind, self._rank)
-        stream_write(current_stream(self._device_index), address, self._posted[kind][peer])
+        word, number = self._word(kind, self._rank), self._posted[kind][peer]
+        self._last_post = Post(peer, word, number)
+        stream_write(current_stream(self._device_index), self._bases[peer] + 4 * word, number)
 
     def wait(self, kind: int, peer: int, doing: str, round_index: int) -> None:
+        if self._last_post is None:
+            self.post(READY, self._rank)  # nobody waits for it
+        assert self._last_post is not None
         self._awaited[kind][peer] += 1
         word, number = self._word(kind, peer), self._awaited[kind][peer]
-        self.pending.append(Wait(word, number, peer, doing, None if kind == READ else round_index))
+        round_or_none = None if kind == READ else round_index
+        self.pending.append(Wait(word, number, peer, doing, round_or_none, self._last_post))
         stream_wait(current_stream(self._device_index), self._bases[self._rank] + 4 * word, number)
 
     def posted(self, kind: int, peer: int) -> bool:
@@ -119,6 +141,10 @@ class StreamSignals(Signals):
     def take_out_what_is_over(self) -> None:
         while self.pending and self._has_come(self.pending[0].word, self.pending[0].number):
             self.pending.popleft()
+
+    def is_reached(self, wait: Wait) -> bool:
+        """Whether this rank's stream has come to the operation of this wait."""
+        return as_int32(self._words[wait.after.to][wait.after.word] - wait.after.number) >= 0
 
     def _has_come(self, word: int, number: int) -> bool:
         return as_int32(self._own_flags[word] - number) >= 0
@@ -159,9 +185,9 @@ class Watchdog:
             return
         self._signals.take_out_what_is_over()
         oldest = self._signals.pending[0] if self._signals.pending else None
-        if oldest is not self._oldest:
+        if oldest is None or oldest is not self._oldest or not self._signals.is_reached(oldest):
             self._oldest, self._oldest_since_s = oldest, now_s
-        elif oldest is not None and now_s - self._oldest_since_s > self._deadline_s:
+        elif now_s - self._oldest_since_s > self._deadline_s:
             silent = f"{oldest}: {silence([oldest.peer], now_s - self._oldest_since_s)}"
             self.failure = self._signals.who_gave_up() or silent
             self._signals.give_up()
