@@ -66,6 +66,18 @@ class Strided(nn.Module):
         return self.convolutions(x).flatten(1) @ self.transposed / 10
 
 
+class BackToFront(nn.Module):
+    """Layers that are used in the reverse of the order in which they are registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.second, self.first = nn.Linear(32, CLASSES), nn.Linear(48, 32), nn.Linear(64, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(torch.tanh(self.second(torch.tanh(self.first(x.flatten(1))))))
+        return output
+
+
 PLAIN_MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": partial(build_model, "mlp", IMAGE, CLASSES),
     "cnn": partial(build_model, "cnn", IMAGE, CLASSES),
@@ -143,6 +155,7 @@ def many_processes(
     strategy_class: type[Strategy],
     settings: list,
     bucket_bytes: int = 20_000,  # several buckets
+    micro_batches: int = 1,
     **options: bool,
 ) -> list[list]:
     """For each of the settings what this rank holds after every step: rank 0 the parameters, the others digests."""
@@ -168,11 +181,13 @@ def many_processes(
                     len(targets) * communicator.worker_index // count,
                     len(targets) * (communicator.worker_index + 1) // count,
                 )
-                if len(targets[mine]):
-                    with exact_convolutions():
-                        loss = cross_entropy(model(inputs[mine]), targets[mine], reduction="sum") / len(targets)
-                        with strategy.synchronising(last=True):
-                            loss.backward()
+                parts = list(zip(inputs[mine].chunk(micro_batches), targets[mine].chunk(micro_batches), strict=True))
+                for number, (some_inputs, some_targets) in enumerate(parts, 1):
+                    if len(some_targets):
+                        with exact_convolutions():
+                            loss = cross_entropy(model(some_inputs), some_targets, reduction="sum") / len(targets)
+                            with strategy.synchronising(last=number == len(parts)):
+                                loss.backward()
             strategy.step()
             history.append(what_to_keep(model))
         histories.append(history)

@@ -66,6 +66,39 @@ def test_whatever_order_gradients_come_in_buckets_leave_in_theirs() -> None:
         assert log == ["0: 5", "1: 5", "2: 5"]  # all when a's has come, which is last
 
 
+def test_buckets_leave_in_the_order_that_they_are_told_to_from_the_next_step_on() -> None:
+    """That of backward is c, b, a: places 2, 1, 0 of the buckets a, b, c."""
+    model = Scales()
+    pipeline, buckets, log = pipeline_of(model, "a", "b", "c")
+    with pipeline.during_backward():
+        model(torch.tensor([2.0, 3.0])).backward()
+    pipeline.finish()
+    assert pipeline.places == [2, 1, 0]
+    pipeline.leave_in_order_of([2.0, 1.0, 0.0])
+    log.clear()
+    for bucket in buckets:
+        bucket.zero()
+    model.b.register_post_accumulate_grad_hook(lambda _: log.append("b has come"))
+    with pipeline.during_backward():
+        model(torch.tensor([2.0, 3.0])).backward()
+    assert log == ["2: 5", "1: 5", "b has come", "0: 5"]
+
+
+def test_a_bucket_that_backward_has_not_completed_has_the_last_place() -> None:
+    model = Scales()
+    pipeline, _, log = pipeline_of(model, "b", "c", "a")
+    with pipeline.during_backward():
+        model(torch.tensor([2.0, 3.0]), "ac").backward()
+    pipeline.finish()
+    assert pipeline.places == [3, 0, 1] and log == ["0: 0", "1: 5", "2: 5"]
+    pipeline.finish()  # a step without samples
+    assert pipeline.places == [3, 3, 3]
+    pipeline.leave_in_order_of([6.0, 3.0, 6.0])  # ties are left in the order of the buckets
+    log.clear()
+    pipeline.finish()
+    assert [entry[0] for entry in log] == ["1", "0", "2"]
+
+
 def test_a_backward_that_raised_leaves_nothing_behind_for_the_next_step() -> None:
     def fail(gradient: Tensor) -> None:
         raise ValueError("in the middle of backward")

@@ -82,13 +82,23 @@ def test_a_missing_compiler_is_said_before_anything_is_begun(tmp_path: Path, mon
     check_compiler("cpu")
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_a_compiled_run_ends_with_the_same_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")),
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU")],
+        ),
+    ],
+)
+def test_a_compiled_run_ends_with_the_same_weights(tmp_path: Path, device: str) -> None:
+    """On GPUs in several buckets, which leave while the compiled backward is at work."""
     weights = [
         train(
             RunConfig(
-                n_gpus=2,
-                device="cpu",
+                n_gpus=2 if device == "cpu" else min(2, torch.cuda.device_count()),
+                device=device,
                 dataset="digits",
                 model="mlp",
                 train_size=16,
@@ -96,6 +106,7 @@ def test_a_compiled_run_ends_with_the_same_weights(tmp_path: Path) -> None:
                 epochs=1,
                 dtype="float64",
                 compile=compile,
+                bucket_mb=0.02,
                 results_dir=str(tmp_path),
             ),
             make_model=partial(build_model, "mlp", (1, 8, 8), 10),

@@ -232,8 +232,8 @@ def _without_gaps(tensor: Tensor) -> bool:
 def cut_into_buckets(named_parameters: Iterable[tuple[str, Parameter]], bucket_bytes: int) -> list[NamedParameters]:
     """The trainable parameters, each once, the last one first, in groups of one dtype and at most `bucket_bytes`.
 
-    They come as the model has registered them, which is mostly the order of use. Where it is not, buckets are complete
-    late in backward, and less of their exchange lies beside it; results are the same.
+    They come as the model has registered them, which is mostly the order of use. Where neighbours are used far apart
+    their bucket is complete late in backward, and less of its exchange lies beside it; results are the same.
 
     Where they are too many for one group, the last one, of the parameters registered first, has at most an eighth of
     that: when backward has made their gradients it is over, and nothing is left to exchange them beside. A parameter

@@ -3,10 +3,11 @@
     computing     | backward of layer 3 | of layer 2 | of layer 1 |           | next step
     exchanging                          | bucket 0   | bucket 1   | bucket 2  |
 
-Buckets are in reverse of the order in which the model has registered its parameters, which is mostly that of use:
+Buckets are cut in reverse of the order in which the model has registered its parameters, which is mostly that of use:
 then the first is complete when backward has hardly begun. Autograd tells each of them when a gradient has come; a
 bucket that is complete leaves unless an earlier one has not left yet, so all ranks exchange in the same order,
-whatever their gradients come in. What no gradient came for leaves when backward is over.
+whatever their gradients come in. What no gradient came for leaves when backward is over. The first step shows in which
+order backward completes them, which all ranks then agree on: from the second on they leave in that.
 
 On GPUs buckets leave, if there are several, on a stream of their own. It waits for the gradients, and the stream that
 computes waits for it when backward is over: until then both have work. Where the host itself exchanges, it does so in
@@ -35,10 +36,16 @@ class Pipeline:
     ) -> None:
         self.stream = stream
         self.in_background = False
-        self._buckets = buckets
+        self.places = list(range(len(buckets)))
+        """Of each bucket the place in which the last step's backward completed it; all others share the last one."""
+        self._buckets = list(buckets)  # in the order in which they leave
         self._launch = launch
         self._left = 0  # how many have left in this step: the first so many
-        self._complete: set[int] = set()
+        self._complete: list[int] = []  # by index, as it came
+
+    def leave_in_order_of(self, places: list[float]) -> None:
+        """From the next step on, the bucket with the lowest leaves first. They must be the same on all ranks."""
+        self._buckets.sort(key=lambda bucket: (places[bucket.index], bucket.index))
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
@@ -62,6 +69,9 @@ class Pipeline:
     def finish(self) -> None:
         """Backward is over: the rest leaves, and the current stream waits for all that has left."""
         self._leave(len(self._buckets))
+        self.places = [len(self._buckets)] * len(self._buckets)
+        for place, index in enumerate(self._complete):
+            self.places[index] = place
         self._begin_anew()
         if self.stream is not None:
             torch.cuda.current_stream(self.stream.device_index).wait_stream(self.stream)
@@ -71,9 +81,9 @@ class Pipeline:
         self._complete.clear()
 
     def _completed(self, bucket: Bucket) -> None:
-        self._complete.add(bucket.index)
+        self._complete.append(bucket.index)
         ready = self._left
-        while ready in self._complete:
+        while ready < len(self._buckets) and self._buckets[ready].index in self._complete:
             ready += 1
         self._leave(ready)
 

@@ -77,6 +77,7 @@ class FromScratch(Strategy):
         if stream is not None:
             self.transport.leave_room()
         self._pipeline = Pipeline(self.buckets, self._exchange, stream)
+        self._is_ordered = not overlap or len(self.buckets) == 1
         self._finite = FiniteCheck(self.buckets, self.communicator.device if enqueues else None)
         self._make_optimizers(optimizer_factory)
 
@@ -138,6 +139,17 @@ class FromScratch(Strategy):
             for bucket in self.buckets:
                 self.update(bucket, scale)
         self._finite.end_step()
+        if not self._is_ordered:
+            self._agree_on_order()
+
+    def _agree_on_order(self) -> None:
+        """From now on buckets leave in the order in which backward has just completed them, on the mean of all ranks.
+
+        Which order that is changes no bit, but how much of the exchange lies beside backward.
+        """
+        places = torch.tensor(self._pipeline.places, dtype=torch.float32, device=self.communicator.device)
+        self._pipeline.leave_in_order_of(self.communicator.all_reduce(places).tolist())
+        self._is_ordered = True
 
     def _before_gradients(self) -> None:
         """Backward is about to write the first gradient of a bucket."""
