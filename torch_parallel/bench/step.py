@@ -101,6 +101,7 @@ def _in_turns(
     seconds: dict[Side, list[float]] = {side: [] for side in sides}
     for repeat in range(-1, repeats):  # the first turn of each warms up
         for side, step in sides.items() if repeat % 2 else reversed(sides.items()):
+            torch.manual_seed((repeat + 2) * communicator.world_size + communicator.rank)  # the same dropout on all
             step()  # the caches hold the other side's
             _meet(communicator)
             start_s = time.perf_counter()
