@@ -421,10 +421,13 @@ def test_a_wait_that_failed_ends_the_run_though_no_later_call_asks(performer: st
 def busy_for_two_deadlines(communicator: Communicator, algorithm: str) -> list[float]:
     """The streams of both are, before what they wait for."""
     transport, buffer = communicator.transport, communicator.share(9)
+    collective = RING_ALL_REDUCE if algorithm == "ring" else broadcast_from(0)
+    transport.perform(collective, buffer)
+    transport.agree("have warmed up")  # to load a kernel the host waits for the GPU
     buffer.local.fill_(communicator.rank + 1.0)
     for _ in range(12):  # the host goes on at once
         torch.cuda._sleep(2_000_000_000)  # about a second
-    transport.perform(RING_ALL_REDUCE if algorithm == "ring" else broadcast_from(0), buffer)
+    transport.perform(collective, buffer)
     while not torch.cuda.current_stream().query():
         time.sleep(0.2)
         communicator.status.beat()
