@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from torch_parallel import faults
+from torch_parallel.faults import _SharedMemoryFiles
 from torch_parallel.injection import CELLS, FAULTS, PHASES, make_plan
+from torch_parallel.strategies import FROM_SCRATCH
 
 
 def drive(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -69,7 +72,59 @@ def test_every_cell_is_drawn_before_any_comes_twice() -> None:
 
 def test_a_fault_of_the_server_is_one_of_a_parameter_server() -> None:
     for seed in range(20):
-        plan = make_plan(("server", "killed", "saving"), random.Random(seed), "folder", "")
+        plan = make_plan(("server", "killed", "saving"), random.Random(seed), "folder")
         assert (plan.strategy, plan.rank) == ("param_server", 0)
-        plan = make_plan(("worker", "killed", "saving"), random.Random(seed), "folder", "")
+        plan = make_plan(("worker", "killed", "saving"), random.Random(seed), "folder")
         assert plan.rank >= (plan.strategy == "param_server")
+
+
+def test_on_gpus_each_worker_has_one() -> None:
+    cells = [("worker", "killed", "saving"), ("server", "raised", "starting")]
+    plans = [make_plan(cell, random.Random(seed), "folder", gpu_count=4) for cell in cells for seed in range(60)]
+    workers = {plan.n - FROM_SCRATCH[plan.strategy].server_count for plan in plans}
+    assert workers == {2, 3, 4} and {plan.device for plan in plans} == {"cuda"}
+
+
+MAKES_A_FILE = """
+import os, sys, time
+open(f"{sys.argv[1]}/torch_{os.getpid()}_1", "w").close()
+print(flush=True)
+time.sleep(60)
+"""
+
+
+def test_files_in_shared_memory_are_known_by_the_session_that_made_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs, where trials that run beside each other make some. Torch has the process's number in their names."""
+    monkeypatch.setattr(faults, "SHARED_MEMORY", tmp_path)
+    worker_killed, launcher_killed = (
+        _SharedMemoryFiles(make_plan((process, "killed", "saving"), random.Random(1), "folder", gpu_count=2))
+        for process in ("worker", "launcher")
+    )
+    on_cpu = _SharedMemoryFiles(make_plan(CELLS[0], random.Random(1), "folder"))
+    command = [sys.executable, "-c", MAKES_A_FILE, str(tmp_path)]
+    makers = [subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) for _ in range(2)]
+    names = [f"torch_{maker.pid}_1" for maker in makers]
+    try:
+        for maker in makers:
+            assert maker.stdout is not None
+            maker.stdout.readline()
+        for files in (worker_killed, launcher_killed):
+            files.look(makers[0].pid)
+    finally:
+        for maker in makers:
+            maker.kill()
+            maker.communicate()
+    assert worker_killed.left() == {names[0]} and not launcher_killed.left() and on_cpu.left() == set(names)
+    (tmp_path / names[0]).unlink()
+    assert not worker_killed.left()
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="workers with a GPU each need 2 GPUs")
+def test_faults_on_gpus_end_as_they_should() -> None:
+    done = drive("--device", "cuda", "--trials", "4", "--only", "exchanging")
+    assert "4 of 4 ended as they should" in done.stdout, done.stdout

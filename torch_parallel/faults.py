@@ -2,7 +2,8 @@
 
 A trial is a training run in a process session of its own. At a random moment of a random phase something happens to one
 of its processes. The driver then checks how the run ended and how soon, that it named the culprit, that no process, no
-temporary file and no shared memory is left, and that every checkpoint that was announced is on disk and whole.
+temporary file and no shared memory is left, and that every checkpoint that was announced is on disk and whole. With
+`--device cuda` workers have a GPU each.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from torch_parallel import launcher
+from torch_parallel.devices import choose_processes
 from torch_parallel.injection import CELLS, DEADLINE_S, PHASES, Plan, make_plan, run_trial
 from torch_parallel.training import checkpoint
-from torch_parallel.training.config import OneLineParser
+from torch_parallel.training.config import DEVICES, OneLineParser
 
 # How the launcher must end, where it is not with 1
 EXIT_CODES = {
@@ -45,13 +47,17 @@ TRIAL_LIMIT_S = 45.0
 """From the fault on: how long a run takes to get that far is the machine's affair."""
 FAULT_LIMIT_S = 300.0
 STOPPED_LAUNCHER_S = 1.0
+SHARED_MEMORY = Path("/dev/shm")
+
+MAY_LEAVE_FILES = {("launcher", "killed"), ("launcher", "exited"), ("everyone", "killed")}
+"""Where nobody is left to remove the files in /dev/shm by which torch counts who maps a GPU's memory."""
 
 
 def judge(plan: Plan) -> tuple[list[str], float]:
     """Runs one trial. What was wrong with it (nothing, if all is well), and the seconds from the fault to the end."""
     temporary = Path(plan.folder) / "tmp"
     temporary.mkdir()
-    shared_memory_before = _shared_memory()
+    files = _SharedMemoryFiles(plan)
     with (
         open(f"{plan.folder}/out", "wb") as out,
         open(f"{plan.folder}/err", "wb") as err,
@@ -66,13 +72,13 @@ def judge(plan: Plan) -> tuple[list[str], float]:
         )
     misses: list[str] = []
     try:
-        fired_s = _wait_for_end(plan, process, misses)
+        fired_s = _wait_for_end(plan, process, misses, files)
         seconds = time.time() - fired_s if fired_s else math.nan
         out_text, err_text = (Path(plan.folder, name).read_text(errors="replace") for name in ("out", "err"))
         if not fired_s:
             misses.append("the fault never happened")
         misses += _wrong_end(plan, process.returncode, seconds, err_text)
-        misses += _leftovers(process.pid, temporary, shared_memory_before)
+        misses += _leftovers(process.pid, temporary, files)
         misses += _lost_checkpoints(plan, out_text)
     finally:
         for pid in _session(process.pid):
@@ -80,7 +86,33 @@ def judge(plan: Plan) -> tuple[list[str], float]:
     return misses, seconds
 
 
-def _wait_for_end(plan: Plan, process: subprocess.Popen[bytes], misses: list[str]) -> float:
+class _SharedMemoryFiles:
+    """What a trial leaves in /dev/shm. On the CPU anything new, for nothing is ever put there.
+
+    On GPUs torch does, in the trials that run beside it too: its files are those that a process of its session made.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._on_gpus = plan.device == "cuda"
+        self._allowed = self._on_gpus and (plan.process, plan.fault) in MAY_LEAVE_FILES
+        self._before = _shared_memory()
+        self._made: set[str] = set()
+
+    def look(self, session: int) -> None:
+        """Now and then, while the processes live: afterwards nobody knows whose a file was."""
+        for name in _shared_memory() - self._before - self._made if self._on_gpus else ():
+            maker = re.match(r"torch_(\d+)_", name)
+            if maker and _state_and_session(Path("/proc", maker[1]))[1] == session:
+                self._made.add(name)
+
+    def left(self) -> set[str]:
+        found = _shared_memory() - self._before
+        return set() if self._allowed else found & self._made if self._on_gpus else found
+
+
+def _wait_for_end(
+    plan: Plan, process: subprocess.Popen[bytes], misses: list[str], files: _SharedMemoryFiles | None = None
+) -> float:
     """The time of the fault, 0 if there was none. Continues a launcher that was stopped."""
     fired = Path(plan.folder) / "fired"
     fired_s, limit_s = 0.0, FAULT_LIMIT_S
@@ -91,6 +123,8 @@ def _wait_for_end(plan: Plan, process: subprocess.Popen[bytes], misses: list[str
             if (plan.process, plan.fault) == ("launcher", "stopped"):
                 time.sleep(STOPPED_LAUNCHER_S)
                 os.kill(process.pid, signal.SIGCONT)
+        if files is not None:
+            files.look(process.pid)
         time.sleep(0.02)
     if process.poll() is None:
         misses.append(f"the run did not end within {limit_s:.0f} s")
@@ -109,7 +143,7 @@ def _wrong_end(plan: Plan, exit_code: int, seconds: float, err: str) -> list[str
     expected = EXIT_CODES.get((plan.process, plan.fault), 1)
     if exit_code != expected:
         misses.append(f"exit code {exit_code} instead of {expected}")
-    limit_s = DEADLINE_S + launcher.GRACE_S + 3.0 if plan.fault == "stopped" else END_LIMIT_S
+    limit_s = DEADLINE_S[plan.device] + launcher.GRACE_S + 3.0 if plan.fault == "stopped" else END_LIMIT_S
     if seconds > limit_s:
         misses.append(f"it took {seconds:.1f} s to end, more than {limit_s:.0f}")
     wanted = []
@@ -120,7 +154,7 @@ def _wrong_end(plan: Plan, exit_code: int, seconds: float, err: str) -> list[str
             "raised": [rf"rank {plan.rank} failed: RuntimeError: injected fault", "Traceback"],
             "exited": [rf"rank {plan.rank} ended with exit code 0"],
         }[plan.fault]
-        if (plan.fault, plan.phase) == ("stopped", "exchanging"):
+        if (plan.device, plan.fault, plan.phase) == ("cpu", "stopped", "exchanging"):  # on GPUs a stream waits, no rank
             wanted.append(r"rank \d was .*waiting for rank \d \(.+, round \d+\)")
         if plan.phase != "starting":
             wanted.append(rf"rank {plan.rank} was \w+.* step \d+ of epoch \d+")
@@ -132,10 +166,10 @@ def _wrong_end(plan: Plan, exit_code: int, seconds: float, err: str) -> list[str
     return misses
 
 
-def _leftovers(session: int, temporary: Path, shared_memory_before: set[str]) -> list[str]:
+def _leftovers(session: int, temporary: Path, shared_memory: _SharedMemoryFiles) -> list[str]:
     """What the run left behind once its processes have had a moment to end."""
     end = time.monotonic() + GONE_LIMIT_S
-    while (_session(session) or _shared_memory() - shared_memory_before) and time.monotonic() < end:
+    while (_session(session) or shared_memory.left()) and time.monotonic() < end:
         time.sleep(0.02)
     misses = []
     if left := _session(session):
@@ -143,7 +177,7 @@ def _leftovers(session: int, temporary: Path, shared_memory_before: set[str]) ->
     # torch makes its compiler's cache folder when it is imported: one a user, not one a run
     if files := [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]:
         misses.append(f"left in the temporary folder: {files}")
-    if names := _shared_memory() - shared_memory_before:
+    if names := shared_memory.left():
         misses.append(f"left in /dev/shm: {sorted(names)}")
     return misses
 
@@ -168,22 +202,27 @@ def _session(session: int) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            try:
-                state, _, _, its_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-            except (OSError, ValueError):
-                continue
-            if int(its_session) == session and state not in "ZX":
+            state, its_session = _state_and_session(entry)
+            if its_session == session and state not in "ZX":
                 found.append(int(entry.name))
     return found
 
 
+def _state_and_session(entry: Path) -> tuple[str, int]:
+    """Of a process, by its folder in /proc; "X" and 0 where there is none."""
+    try:
+        state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+        return state, int(session)
+    except (OSError, ValueError):
+        return "X", 0
+
+
 def _shared_memory() -> set[str]:
     """What programs of this kind leave in /dev/shm when they leave something."""
-    folder = Path("/dev/shm")
-    return {path.name for path in folder.iterdir() if re.match(r"torch|psm_", path.name)}
+    return {path.name for path in SHARED_MEMORY.iterdir() if re.match(r"torch|psm_", path.name)}
 
 
-def drive(trials: int, seed: int, jobs: int, only: str, without: str) -> int:
+def drive(trials: int, seed: int, jobs: int, only: str, without: str = "", gpu_count: int = 0) -> int:
     """Runs the trials, says what happened in each, counts the cells; returns the number of trials with a miss."""
     choose = random.Random(seed)
     cells = [cell for cell in CELLS if only in " ".join(cell)]
@@ -197,7 +236,7 @@ def drive(trials: int, seed: int, jobs: int, only: str, without: str) -> int:
         for number, cell in enumerate(drawn):
             folder = Path(root, f"trial{number}")
             folder.mkdir()
-            plans.append(make_plan(cell, choose, str(folder), without))
+            plans.append(make_plan(cell, choose, str(folder), without, gpu_count))
         for number, (plan, (misses, seconds)) in enumerate(zip(plans, pool.map(judge, plans), strict=True), start=1):
             counts[plan.process, plan.fault, plan.phase] += not math.isnan(seconds)
             failed += bool(misses)
@@ -231,6 +270,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--without", default="", choices=("", "death watch", "deadline"), help="take a safeguard out: misses must show"
     )
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="where the broken runs train (default: cpu)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
@@ -240,5 +280,9 @@ def main(arguments: list[str]) -> None:
         parser.error("--trials and --jobs must be at least 1")
     if not any(options.only in " ".join(cell) for cell in CELLS):
         parser.error(f"--only {options.only}: no such cell; one is {' '.join(CELLS[0])!r}")
-    if drive(options.trials, options.seed, options.jobs, options.only, options.without):
+    n, device, _ = choose_processes(None, options.device)
+    if device == "cuda" and options.without:
+        parser.error("--without takes its safeguards out on the CPU only: leave --device out")
+    gpu_count = n if device == "cuda" else 0
+    if drive(options.trials, options.seed, options.jobs, options.only, options.without, gpu_count):
         sys.exit(1)

@@ -43,8 +43,10 @@ SIGNALS = {
     "raised": signal.SIGUSR1,  # in the launcher, whose handlers for these two do it
     "exited": signal.SIGUSR2,
 }
-DEADLINE_S = 4.0
-"""Of the trials' runs."""
+DEADLINE_S = {"cpu": 4.0, "cuda": 20.0}
+"""Of the trials' runs, by device: on a GPU workers compile the kernel before they exchange anything."""
+BUCKET_MB = {"cpu": None, "cuda": 0.05}
+"""On GPUs several, so that they are exchanged during backward."""
 MORE_WORK_S = 2.0
 """A run that is over before its launcher gets to look has lost nothing by the fork server's death, and ends well."""
 
@@ -64,22 +66,26 @@ class Plan:
     optimizer: str
     folder: str
     without: str = ""  # "death watch" or "deadline": what is taken out, to see that the driver notices
+    device: str = "cpu"
 
     def __str__(self) -> str:
         return f"{self.process} {self.fault} while {self.phase} ({self.strategy}, {self.n} processes, rank {self.rank})"
 
 
-def make_plan(cell: tuple[str, str, str], choose: random.Random, folder: str, without: str) -> Plan:
+def make_plan(
+    cell: tuple[str, str, str], choose: random.Random, folder: str, without: str = "", gpu_count: int = 0
+) -> Plan:
+    """Draws what the cell leaves open. Without GPUs workers train on the CPU."""
     process, fault, phase = cell
     strategy = "param_server" if process == "server" else choose.choice(list(FROM_SCRATCH))
     servers = FROM_SCRATCH[strategy].server_count
-    n = servers + choose.choice((2, 3))
+    n = servers + choose.choice(range(2, (gpu_count or 3) + 1))
     rank = 0 if process == "server" else choose.randrange(servers, n)
     occurrence = {"starting": 1, "exchanging": choose.randint(1, 12)}.get(phase, choose.randint(1, 2))
     delay_s = choose.choice((0.0, choose.random() * 0.003))
-    return Plan(
-        process, fault, phase, rank, occurrence, delay_s, strategy, n, choose.choice(("sgd", "adam")), folder, without
-    )
+    optimizer = choose.choice(("sgd", "adam"))
+    device = "cuda" if gpu_count else "cpu"
+    return Plan(process, fault, phase, rank, occurrence, delay_s, strategy, n, optimizer, folder, without, device)
 
 
 def run_trial(plan: Plan) -> None:
@@ -91,14 +97,15 @@ def run_trial(plan: Plan) -> None:
     config = RunConfig(
         strategy=plan.strategy,
         n_gpus=plan.n,
-        device="cpu",
+        device=plan.device,
         dataset="digits",
         train_size=64,
         batch_size=16,
         epochs=3,
         optimizer=plan.optimizer,
         checkpoint_every=2,
-        deadline_s=DEADLINE_S,
+        deadline_s=DEADLINE_S[plan.device],
+        bucket_mb=BUCKET_MB[plan.device],
         results_dir=f"{plan.folder}/results",
     )
     train(config, worker_function=partial(faulty_worker, plan=plan))
