@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_parallel import faults
+from torch_parallel import faults, worker_process
 from torch_parallel.faults import _SharedMemoryFiles
 from torch_parallel.injection import CELLS, FAULTS, PHASES, make_plan
 from torch_parallel.strategies import FROM_SCRATCH
@@ -85,9 +85,10 @@ def test_on_gpus_each_worker_has_one() -> None:
     assert workers == {2, 3, 4} and {plan.device for plan in plans} == {"cuda"}
 
 
-MAKES_A_FILE = """
+MAKES_FILES = """
 import os, sys, time
-open(f"{sys.argv[1]}/torch_{os.getpid()}_1", "w").close()
+for name in f"torch_{os.getpid()}_1", f"cuda.shm.0.{os.getpid():x}.1":
+    open(f"{sys.argv[1]}/{name}", "w").close()
 print(flush=True)
 time.sleep(60)
 """
@@ -96,16 +97,17 @@ time.sleep(60)
 def test_files_in_shared_memory_are_known_by_the_session_that_made_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On GPUs, where trials that run beside each other make some. Torch has the process's number in their names."""
+    """On GPUs, where trials that run beside each other make some. The process's number is in their names."""
     monkeypatch.setattr(faults, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(worker_process, "SHARED_MEMORY", tmp_path)
     worker_killed, launcher_killed = (
         _SharedMemoryFiles(make_plan((process, "killed", "saving"), random.Random(1), "folder", gpu_count=2))
         for process in ("worker", "launcher")
     )
     on_cpu = _SharedMemoryFiles(make_plan(CELLS[0], random.Random(1), "folder"))
-    command = [sys.executable, "-c", MAKES_A_FILE, str(tmp_path)]
+    command = [sys.executable, "-c", MAKES_FILES, str(tmp_path)]
     makers = [subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) for _ in range(2)]
-    names = [f"torch_{maker.pid}_1" for maker in makers]
+    names = [{f"torch_{maker.pid}_1", f"cuda.shm.0.{maker.pid:x}.1"} for maker in makers]
     try:
         for maker in makers:
             assert maker.stdout is not None
@@ -116,8 +118,10 @@ def test_files_in_shared_memory_are_known_by_the_session_that_made_them(
         for maker in makers:
             maker.kill()
             maker.communicate()
-    assert worker_killed.left() == {names[0]} and not launcher_killed.left() and on_cpu.left() == set(names)
-    (tmp_path / names[0]).unlink()
+    assert worker_killed.left() == names[0] and not launcher_killed.left()
+    assert on_cpu.left() == {f"torch_{maker.pid}_1" for maker in makers}  # and not those of anybody's CUDA programs
+    for name in names[0]:
+        (tmp_path / name).unlink()
     assert not worker_killed.left()
 
 

@@ -30,6 +30,7 @@ from torch_parallel.devices import choose_processes
 from torch_parallel.injection import CELLS, DEADLINE_S, PHASES, Plan, make_plan, run_trial
 from torch_parallel.training import checkpoint
 from torch_parallel.training.config import DEVICES, OneLineParser
+from torch_parallel.worker_process import SHARED_MEMORY, files_of
 
 # How the launcher must end, where it is not with 1
 EXIT_CODES = {
@@ -47,10 +48,9 @@ TRIAL_LIMIT_S = 45.0
 """From the fault on: how long a run takes to get that far is the machine's affair."""
 FAULT_LIMIT_S = 300.0
 STOPPED_LAUNCHER_S = 1.0
-SHARED_MEMORY = Path("/dev/shm")
 
 MAY_LEAVE_FILES = {("launcher", "killed"), ("launcher", "exited"), ("everyone", "killed")}
-"""Where nobody is left to remove the files in /dev/shm by which torch counts who maps a GPU's memory."""
+"""Where nobody is left to remove what a worker that used a GPU leaves in /dev/shm."""
 
 
 def judge(plan: Plan) -> tuple[list[str], float]:
@@ -89,25 +89,24 @@ def judge(plan: Plan) -> tuple[list[str], float]:
 class _SharedMemoryFiles:
     """What a trial leaves in /dev/shm. On the CPU anything new, for nothing is ever put there.
 
-    On GPUs torch does, in the trials that run beside it too: its files are those that a process of its session made.
+    On GPUs torch and the driver put files there, in the trials that run beside it too: its are those of its session.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._on_gpus = plan.device == "cuda"
         self._allowed = self._on_gpus and (plan.process, plan.fault) in MAY_LEAVE_FILES
         self._before = _shared_memory()
-        self._made: set[str] = set()
+        self._made: set[Path] = set()
 
     def look(self, session: int) -> None:
         """Now and then, while the processes live: afterwards nobody knows whose a file was."""
-        for name in _shared_memory() - self._before - self._made if self._on_gpus else ():
-            maker = re.match(r"torch_(\d+)_", name)
-            if maker and _state_and_session(Path("/proc", maker[1]))[1] == session:
-                self._made.add(name)
+        if self._on_gpus:
+            self._made.update(file for pid in _session(session) for file in files_of(pid))
 
     def left(self) -> set[str]:
-        found = _shared_memory() - self._before
-        return set() if self._allowed else found & self._made if self._on_gpus else found
+        if self._on_gpus:
+            return set() if self._allowed else {file.name for file in self._made if file.exists()}
+        return _shared_memory() - self._before
 
 
 def _wait_for_end(
@@ -202,19 +201,13 @@ def _session(session: int) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            state, its_session = _state_and_session(entry)
-            if its_session == session and state not in "ZX":
+            try:
+                state, _, _, its_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            except (OSError, ValueError):
+                continue
+            if int(its_session) == session and state not in "ZX":
                 found.append(int(entry.name))
     return found
-
-
-def _state_and_session(entry: Path) -> tuple[str, int]:
-    """Of a process, by its folder in /proc; "X" and 0 where there is none."""
-    try:
-        state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-        return state, int(session)
-    except (OSError, ValueError):
-        return "X", 0
 
 
 def _shared_memory() -> set[str]:

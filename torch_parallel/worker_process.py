@@ -15,6 +15,14 @@ from torch_parallel.mailbox import Failure, Inbox
 EXIT_CODE_S = 1.0
 """How long the fork server may take to pass on the exit code of a worker that has ended."""
 
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def files_of(pid: int) -> list[Path]:
+    """What a process that used a GPU leaves in /dev/shm unless it ends as C programs do: the files by which torch
+    counts who maps GPU memory, and one of the driver's, 4 KiB."""
+    return [each for pattern in (f"torch_{pid}_*", f"cuda.shm.*.{pid:x}.*") for each in SHARED_MEMORY.glob(pattern)]
+
 
 class WorkerProcess:
     """A started worker, as the launcher sees it."""
@@ -54,11 +62,11 @@ class WorkerProcess:
                 self.process.kill()
 
     def close(self) -> None:
-        """After its end: gives back descriptors, and the files by which torch counts who maps GPU memory."""
+        """After its end: gives back descriptors, and what it has left in /dev/shm."""
         self.inbox.close()
         if self.pidfd is not None:
             os.close(self.pidfd)
-        for left in Path("/dev/shm").glob(f"torch_{self.process.pid}_*"):
+        for left in files_of(self.process.pid):
             with contextlib.suppress(OSError):
                 left.unlink()
 

@@ -464,13 +464,19 @@ def killed(communicator: Communicator, folder: str) -> None:
 @pytest.mark.alone
 @both_performers
 def test_a_killed_peer_ends_the_run_and_gives_its_memory_back(performer: str, tmp_path: Path) -> None:
-    left_before, used_before = set(Path("/dev/shm").glob("torch_*")), gpu_memory_mb()
+    gpu_memory_mb()  # this process has its own file from now on, if it had none before
+    left_before, used_before = files_of_processes(), gpu_memory_mb()
     with pytest.raises(WorkerFailure, match=r"rank 1 was killed by signal 9 \(SIGKILL\)"):
         on_gpus(2, performer, killed, str(tmp_path))
     assert time.time() - float((tmp_path / "killed").read_text()) < 10
-    assert set(Path("/dev/shm").glob("torch_*")) <= left_before
+    assert files_of_processes() <= left_before
     assert gpu_memory_falls_to(used_before), f"MiB in use by GPU: {gpu_memory_mb()}, before: {used_before}"
     on_gpus(2, performer, chosen_performer)  # and the GPUs work
+    assert files_of_processes() <= left_before
+
+
+def files_of_processes() -> set[Path]:
+    return {file for pattern in ("torch_*", "cuda.shm.*") for file in Path("/dev/shm").glob(pattern)}
 
 
 # ---- resources ----
