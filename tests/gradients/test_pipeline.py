@@ -44,6 +44,12 @@ def pipeline_of(model: nn.Module, *groups: str) -> tuple[Pipeline, list[Bucket],
     return Pipeline(buckets, lambda each: log.append(f"{each.index}: {each.gradients.sum():g}"), None), buckets, log
 
 
+def begin_step(pipeline: Pipeline, buckets: list[Bucket]) -> None:
+    pipeline.begin_step()
+    for bucket in buckets:
+        bucket.zero()
+
+
 def test_a_bucket_leaves_as_soon_as_all_its_gradients_have_come() -> None:
     """With x = [2, 3] every gradient is [2, 3]. That of c comes first, then b's, then a's."""
     model = Scales()
@@ -110,11 +116,42 @@ def test_a_backward_that_raised_leaves_nothing_behind_for_the_next_step() -> Non
         model(torch.tensor([2.0, 3.0])).backward()
     assert log == ["0: 5"]
     handle.remove()
-    for bucket in buckets:
-        bucket.zero()
+    begin_step(pipeline, buckets)
     with pipeline.during_backward():
         model(torch.tensor([2.0, 3.0])).backward()
     assert log[1:] == ["0: 5", "1: 5", "2: 5"]
+
+
+def test_nor_for_a_step_without_a_backward() -> None:
+    """That of a rank without samples, whose peers count on every bucket."""
+    model = Scales()
+    pipeline, buckets, log = pipeline_of(model, "c", "b", "a")
+    handle = model.a.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError), pipeline.during_backward():
+        model(torch.tensor([2.0, 3.0])).backward()
+    assert log == ["0: 5", "1: 5"]
+    handle.remove()
+    begin_step(pipeline, buckets)
+    pipeline.finish()
+    assert log[2:] == ["0: 0", "1: 0", "2: 0"] and pipeline.places == [3, 3, 3]
+
+
+def test_what_got_a_second_gradient_when_it_was_complete_waits_for_the_end_from_then_on() -> None:
+    """c's gradient comes twice in one backward, as activation checkpointing that enters autograd again makes it. In the
+    first step the bucket of a holds it up; in the next the order would let it leave too soon."""
+    model = Scales()
+    pipeline, buckets, log = pipeline_of(model, "a", "c", "b")
+    for _ in range(2):
+        with pipeline.during_backward():
+            model(torch.tensor([2.0, 3.0]), "c").backward()
+            model(torch.tensor([2.0, 3.0])).backward()
+        pipeline.finish()
+        assert sorted(log) == ["0: 5", "1: 10", "2: 5"]
+        assert pipeline.places == [1, 3, 0]  # b, a, and at the end c
+        pipeline.leave_in_order_of([1.0, 3.0, 0.0])
+        begin_step(pipeline, buckets)
+        last, log[:] = log[-1], []
+    assert last == "1: 10"
 
 
 def test_what_is_not_used_leaves_when_backward_is_over_and_holds_up_what_is_behind() -> None:

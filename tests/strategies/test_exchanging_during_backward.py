@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +13,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from torch_parallel import Communicator, WorkerFailure, launch
+from torch_parallel.collectives.schedule import Collective
 from torch_parallel.strategies import FROM_SCRATCH
+from torch_parallel.transport.buffer import SharedBuffer
+
+GPUS = torch.cuda.device_count()
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -35,10 +41,11 @@ def _both_ways(name: str, settings: list, **how: Any) -> list[list[list[list]]]:
     return [train_everywhere(FROM_SCRATCH[name], 3, settings, overlap=each, **how) for each in (False, True)]
 
 
-def order_of_leaving(communicator: Communicator, first_to_be_used: int) -> list[list[int]]:
-    """Indices of the buckets in each of three steps: of layers that are registered as 0, 1, 2, and used in the reverse
-    order by all ranks from `first_to_be_used` on."""
-    layers = nn.Sequential(*(nn.Linear(50, 50, bias=False) for _ in range(3)))
+def order_of_leaving(communicator: Communicator, first_to_reverse: int, first_step: int) -> tuple[list[str], int]:
+    """Of three layers, "abc", each a bucket, that are used in the order in which they are registered, or in the reverse
+    one by all ranks from `first_to_reverse` on: which leave in each of four steps, and how often all met about it. Rank
+    0 has no samples, and others have none before `first_step`."""
+    layers = nn.Sequential(*(nn.Linear(50, 50, bias=False) for _ in range(3))).to(communicator.device)
     strategy = FROM_SCRATCH["ring_all_reduce"](
         layers,
         lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.01),
@@ -46,24 +53,69 @@ def order_of_leaving(communicator: Communicator, first_to_be_used: int) -> list[
         bucket_bytes=50 * 50 * 4,
         overlap=True,
     )
-    left: list[int] = []
-    reduce = strategy.reduce
-    strategy.reduce = lambda bucket: (left.append(bucket.index), reduce(bucket))  # type: ignore[method-assign]
-    for _ in range(3):
+    left, purposes = [], []
+    perform = communicator.transport.perform
+
+    def noting(collective: Collective, buffer: SharedBuffer, purpose: str = "") -> Tensor:
+        purposes.append(purpose)
+        return perform(collective, buffer, purpose)
+
+    communicator.transport.perform = noting  # type: ignore[method-assign,assignment]
+    for step in range(4):
         strategy.begin_step()
-        if communicator.rank:
-            used = reversed(layers) if communicator.rank >= first_to_be_used else layers
+        if communicator.rank and step >= first_step:
+            used = reversed(layers) if communicator.rank >= first_to_reverse else layers
             with strategy.synchronising(last=True):
-                nn.Sequential(*used)(torch.ones(1, 50)).sum().backward()
+                nn.Sequential(*used)(torch.ones(1, 50, device=communicator.device)).sum().backward()
         strategy.step()
-    return [left[0:3], left[3:6], left[6:9]]
+        gradients = re.findall(r"gradients of bucket (\d)", " ".join(purposes))[3 * step :]
+        left.append("".join("cba"[int(index)] for index in gradients))
+    return left, purposes.count("the order of buckets")
 
 
-def test_from_the_second_step_on_buckets_leave_in_the_order_of_use_on_all_ranks() -> None:
-    """Bucket 0 holds layer 2, registered last. Where layer 2 is used first, its gradient comes last. Rank 0 has no
-    samples and says nothing about it; where rank 1 and ranks 2 and 3 disagree, the mean decides."""
-    assert launch(order_of_leaving, 4, 4) == [[[0, 1, 2], [0, 1, 2], [0, 1, 2]]] * 4
-    assert launch(order_of_leaving, 4, 2) == [[[0, 1, 2], [2, 1, 0], [2, 1, 0]]] * 4
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="no GPU")])]
+)
+def test_after_the_first_step_with_samples_buckets_leave_in_the_order_of_use_on_all_ranks(device: str) -> None:
+    """Bucket 0 holds layer c, registered last, whose gradient comes last where it is used first. Where rank 1 and ranks
+    2 and 3 disagree, the mean decides."""
+    as_registered = launch(order_of_leaving, 4, 4, 0, device=device, deadline_s=60)
+    assert as_registered == [(["cba"] * 4, 1)] * 4
+    reverse = launch(order_of_leaving, 4, 2, 0, device=device, deadline_s=60)
+    assert reverse == [(["cba", "abc", "abc", "abc"], 1)] * 4
+    none_in_the_first = launch(order_of_leaving, 4, 2, 1, device=device, deadline_s=60)
+    assert none_in_the_first == [(["cba", "cba", "abc", "abc"], 2)] * 4
+
+
+class SlowOnRank1(torch.optim.SGD):
+    seconds = 0.0
+
+    def step(self, closure: None = None) -> None:
+        time.sleep(self.seconds)
+        super().step(closure)
+
+
+def seconds_beside_waiting(communicator: Communicator) -> float:
+    """What a strategy counts as exchange in a first step, less what the transport counts as waiting in it."""
+    SlowOnRank1.seconds = 0.1 * communicator.rank
+    strategy = FROM_SCRATCH["ring_all_reduce"](
+        layers := nn.Sequential(nn.Linear(50, 50, bias=False), nn.Linear(50, 50, bias=False)),
+        lambda named: SlowOnRank1([parameter for _, parameter in named], lr=0.01),
+        communicator,
+        bucket_bytes=50 * 50 * 4,
+        overlap=True,
+    )
+    strategy.begin_step()
+    waited_s = sum(communicator.transport.waited_s)
+    with strategy.synchronising(last=True):
+        layers(torch.ones(1, 50)).sum().backward()
+    strategy.step()
+    return strategy.exchange_clock.total_s - (sum(communicator.transport.waited_s) - waited_s)
+
+
+def test_waiting_for_the_order_of_others_counts_as_exchange() -> None:
+    """Rank 1 comes to it a tenth of a second after rank 0."""
+    assert min(launch(seconds_beside_waiting, 2)) >= 0
 
 
 class UsedDetached(nn.Module):
@@ -90,7 +142,7 @@ def test_a_parameter_that_backward_needs_after_its_update_is_an_error(name: str)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU")
+@pytest.mark.skipif(not GPUS, reason="there is no GPU")
 @pytest.mark.parametrize("performer, micro_batches", [("plain", 1), ("triton", 1), ("triton", 3)])
 @pytest.mark.parametrize("name", ["ring_all_reduce", "two_shot_in_place", "param_server"])
 def test_exchanging_during_backward_changes_no_bit_on_gpus(name: str, performer: str, micro_batches: int) -> None:

@@ -118,7 +118,7 @@ def step_table(results_dir: str | Path = "results", bench: str = "bench_step") -
         folders[tuple(about[name] for name in names)] = folder
     same_told({folder: machine_told(manifest(folder)) for folder in folders.values()})
     on_gpus = bool(manifest(folder)["cards"])
-    columns = ["model, batch, precision, optimizer, workers", "strategy", "ms a step", "times DDP's speed"]
+    columns = ["model, batch, precision, optimizer, workers", "strategy", "ms a step", "DDP's", "times DDP's speed"]
     columns += ["efficiency", "part of its memory", *(["GPU busy", "exchanging"] if on_gpus else [])]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for (model, parameters, side, batch_size, precision, compiled, *others), folder in folders.items():
@@ -131,7 +131,9 @@ def step_table(results_dir: str | Path = "results", bench: str = "bench_step") -
             precision_told = f"{precision} compiled" if compiled else precision
             name = ", ".join(map(str, (sized, f"{parameters / 1e6:.1f} M", batch_size, precision_told, *others)))
             memory = row["part_of_ddps_memory"]
-            cells = [name, row["side"], _with_spread([1e3 * seconds for seconds in json.loads(row["all_s"])], ".1f")]
+            cells = [name, row["side"], *(_step_ms(each) for each in (row, ddps[row["side"]]))]
+            if by_bucket := manifest(folder)["ddp_step_s_by_bucket_mb"]:
+                cells[-1] += f", by itself {1e3 * min(by_bucket.values()):.1f}"
             cells += [f"{float(row['times_faster_than_ddp']):.3f}", _percent(row["efficiency"])]
             cells.append(f"{float(memory):.2f}" if memory else "-")
             if on_gpus:
@@ -143,7 +145,10 @@ def step_table(results_dir: str | Path = "results", bench: str = "bench_step") -
     sources = ", ".join(
         f"`{each.relative_to(results_dir)}` (commit {commit_told(manifest(each))})" for each in folders.values()
     )
-    profiled = "Busy and exchanging: parts of profiled steps, waiting for peers included. "
+    profiled = (
+        "By itself: the fastest of its sizes of buckets, in other processes, just before. Busy and exchanging: parts "
+        "of profiled steps, waiting for peers included. "
+    )
     note = (
         "Medians (least to largest), in turns with DistributedDataParallel in the same processes. Efficiency: what one "
         f"process takes for a worker's share of the batch, over the step. {profiled if on_gpus else ''}"
@@ -151,6 +156,10 @@ def step_table(results_dir: str | Path = "results", bench: str = "bench_step") -
         f"{machine_told(about)}, {about['started'][:10]}, from {sources}."
     )
     return "\n".join([*lines, "", note])
+
+
+def _step_ms(row: dict[str, str]) -> str:
+    return _with_spread([1e3 * seconds for seconds in json.loads(row["all_s"])], ".1f")
 
 
 def _percent(part: str | float) -> str:

@@ -9,8 +9,8 @@ Memory cannot be told apart in one process, so each side's is measured in a run 
 of all workers and servers (what several processes share is counted once), or of GPUs, which keep what they once needed,
 all that is not free on the fullest one.
 
-On GPUs each strategy that can is also told to exchange during backward, and torch's profiler looks at a few
-steps of every side (`gpu_profile.py`).
+Each strategy that can, if there are several buckets, is also told to exchange during backward. On GPUs torch's profiler
+looks at a few steps of every side (`gpu_profile.py`).
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def bench_step(arguments: list[str]) -> None:
         for name in options.strategy:
             bench.compare(name)
             # one bucket has nothing to run beside
-            if device == "cuda" and "overlap" in FROM_SCRATCH[name].options and bucket_count > 1:
+            if "overlap" in FROM_SCRATCH[name].options and bucket_count > 1:
                 bench.compare(name + OVERLAPPING)
     for row in bench.rows:
         print(_line(row))

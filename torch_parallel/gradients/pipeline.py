@@ -37,15 +37,21 @@ class Pipeline:
         self.stream = stream
         self.in_background = False
         self.places = list(range(len(buckets)))
-        """Of each bucket the place in which the last step's backward completed it; all others share the last one."""
+        """By index, the place in which the last step's backward completed each bucket; all others share the last."""
         self._buckets = list(buckets)  # in the order in which they leave
         self._launch = launch
         self._left = 0  # how many have left in this step: the first so many
         self._complete: list[int] = []  # by index, as it came
+        self._again: set[int] = set()  # which got a gradient more when they were complete: they wait for the end
 
     def leave_in_order_of(self, places: list[float]) -> None:
         """From the next step on, the bucket with the lowest leaves first. They must be the same on all ranks."""
         self._buckets.sort(key=lambda bucket: (places[bucket.index], bucket.index))
+
+    def begin_step(self) -> None:
+        """If a backward raised, what it had sent off is awaited and forgotten."""
+        if self._complete:
+            self._end()
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
@@ -53,7 +59,6 @@ class Pipeline:
 
         Raises RuntimeError where backward needs a parameter that has been updated, since its gradient was complete.
         """
-        self._begin_anew()  # a backward that raised may have left some behind
         for bucket in self._buckets:
             bucket.await_gradients(self._completed)
         try:
@@ -70,22 +75,28 @@ class Pipeline:
         """Backward is over: the rest leaves, and the current stream waits for all that has left."""
         self._leave(len(self._buckets))
         self.places = [len(self._buckets)] * len(self._buckets)
-        for place, index in enumerate(self._complete):
+        for place, index in enumerate(self._ready):
             self.places[index] = place
-        self._begin_anew()
+        self._end()
+
+    def _end(self) -> None:
+        self._left = 0
+        self._complete.clear()
         if self.stream is not None:
             torch.cuda.current_stream(self.stream.device_index).wait_stream(self.stream)
 
-    def _begin_anew(self) -> None:
-        self._left = 0
-        self._complete.clear()
-
     def _completed(self, bucket: Bucket) -> None:
+        if bucket.index in self._complete:
+            self._again.add(bucket.index)
         self._complete.append(bucket.index)
         ready = self._left
-        while ready < len(self._buckets) and self._buckets[ready].index in self._complete:
+        while ready < len(self._buckets) and self._buckets[ready].index in self._ready:
             ready += 1
         self._leave(ready)
+
+    @property
+    def _ready(self) -> list[int]:
+        return [index for index in self._complete if index not in self._again]
 
     def _leave(self, stop: int) -> None:
         """All buckets before number `stop` that have not left do so."""

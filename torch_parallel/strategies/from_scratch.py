@@ -30,12 +30,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from torch_parallel.collectives import RING_ALL_REDUCE
 from torch_parallel.gradients.buckets import Bucket, NamedParameters, cut_into_buckets
 from torch_parallel.gradients.finite import FiniteCheck
 from torch_parallel.gradients.pipeline import Pipeline
 from torch_parallel.status import EXCHANGING
 from torch_parallel.strategies.base import OptimizerFactory, Strategy
 from torch_parallel.strategies.stopwatch import Stopwatch
+from torch_parallel.transport.buffer import SharedBuffer
 
 ONLY_READ_GRADIENTS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Optimizers that, fused, are known to leave `.grad` as it is. Others change it, such as Nesterov's SGD vectorised."""
@@ -77,7 +79,9 @@ class FromScratch(Strategy):
         if stream is not None:
             self.transport.leave_room()
         self._pipeline = Pipeline(self.buckets, self._exchange, stream)
-        self._is_ordered = not overlap or len(self.buckets) == 1
+        # How the order is found in which buckets leave: see `_agree_on_order`.
+        several = overlap and len(self.buckets) > 1
+        self._places = self.transport.share(len(self.buckets), torch.float32) if several else None
         self._finite = FiniteCheck(self.buckets, self.communicator.device if enqueues else None)
         self._make_optimizers(optimizer_factory)
 
@@ -116,6 +120,7 @@ class FromScratch(Strategy):
                     f"parameter {name} was frozen when the strategy was made and is trainable now: unfreeze it before, "
                     "or make a new strategy"
                 )
+        self._pipeline.begin_step()
         self._settle()
         for bucket in self.buckets:
             bucket.zero()
@@ -139,17 +144,21 @@ class FromScratch(Strategy):
             for bucket in self.buckets:
                 self.update(bucket, scale)
         self._finite.end_step()
-        if not self._is_ordered:
-            self._agree_on_order()
+        if self._places is not None:
+            self._agree_on_order(self._places)
 
-    def _agree_on_order(self) -> None:
+    def _agree_on_order(self, places: SharedBuffer) -> None:
         """From now on buckets leave in the order in which backward has just completed them, on the mean of all ranks.
 
-        Which order that is changes no bit, but how much of the exchange lies beside backward.
+        Where it has completed none, for want of samples, the next step tells. Which order that is changes no bit, but
+        how much of the exchange lies beside backward.
         """
-        places = torch.tensor(self._pipeline.places, dtype=torch.float32, device=self.communicator.device)
-        self._pipeline.leave_in_order_of(self.communicator.all_reduce(places).tolist())
-        self._is_ordered = True
+        with self._exchanging():
+            places.local.copy_(torch.tensor(self._pipeline.places, dtype=torch.float32))
+            sums = self.transport.perform(RING_ALL_REDUCE, places, "the order of buckets").tolist()
+        if min(sums) < len(self.buckets) * self.transport.world_size:
+            self._pipeline.leave_in_order_of(sums)
+            self._places = None
 
     def _before_gradients(self) -> None:
         """Backward is about to write the first gradient of a bucket."""
