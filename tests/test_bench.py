@@ -220,6 +220,15 @@ def test_steps_beside_ddp(optimizer: str, tmp_path: Path, capsys: pytest.Capture
         assert float(theirs["times_faster_than_ddp"]) == float(theirs["part_of_ddps_memory"] or 1) == 1
 
 
+def test_what_can_exchange_during_backward_does_so_too_if_there_are_several_buckets(tmp_path: Path) -> None:
+    bench.main(
+        ["step", "--strategy", "ring_all_reduce", "sharded_param_server", "--parameters_m", "0.1", "--steps", "1"]
+        + ["--repeats", "1", "--device", "cpu", "--n_gpus", "2", "--bucket_mb", "0.1", "--results_dir", str(tmp_path)]
+    )
+    ours = [row["side"] for row in figures(tmp_path)[0] if row["beside"] == "ddp"]
+    assert ours == ["ring_all_reduce", "ring_all_reduce, overlapping", "sharded_param_server"]
+
+
 def test_both_sides_drop_the_same_out(tmp_path: Path) -> None:
     """So parameters of mobilenet_v2, which drops a fifth of its features, may differ by rounding alone."""
     bench.main(

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch_parallel import faults, worker_process
 from torch_parallel.faults import _SharedMemoryFiles
 from torch_parallel.injection import CELLS, FAULTS, PHASES, make_plan
 from torch_parallel.strategies import FROM_SCRATCH
+from torch_parallel.training.config import ConfigError
 
 
 def drive(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -59,7 +61,8 @@ def test_a_run_has_its_time_from_the_fault_on(
     plan = make_plan(("worker", "killed", "saving"), random.Random(1), str(tmp_path), "")
     script = f"sleep {before_s}; date +%s.%N > {tmp_path}/fired; sleep {after_s}"
     noticed: list[str] = []
-    fired_s = faults._wait_for_end(plan, subprocess.Popen(["bash", "-c", script]), noticed)
+    process = subprocess.Popen(["bash", "-c", script])
+    fired_s = faults._wait_for_end(plan, process, noticed, _SharedMemoryFiles(plan))
     assert fired_s == float((tmp_path / "fired").read_text())
     assert noticed == [f"the run {miss}" for miss in misses]
 
@@ -123,6 +126,17 @@ def test_files_in_shared_memory_are_known_by_the_session_that_made_them(
     for name in names[0]:
         (tmp_path / name).unlink()
     assert not worker_killed.left()
+
+
+def test_gpus_that_are_not_there_are_an_error_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for arguments, message in (
+        (["--device", "cuda"], "--device cuda: two workers have a GPU each, and this machine has 1: leave it out"),
+        (["--device", "cuda", "--without", "deadline"], "--without takes safeguards out of runs on the CPU only"),
+    ):
+        with pytest.raises((ConfigError, SystemExit)) as raised:
+            faults.main(arguments)
+        assert message in str(raised.value) + capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -25,11 +25,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from torch_parallel import launcher
-from torch_parallel.devices import choose_processes
 from torch_parallel.injection import CELLS, DEADLINE_S, PHASES, Plan, make_plan, run_trial
 from torch_parallel.training import checkpoint
-from torch_parallel.training.config import DEVICES, OneLineParser
+from torch_parallel.training.config import OneLineParser
 from torch_parallel.worker_process import SHARED_MEMORY, files_of
 
 # How the launcher must end, where it is not with 1
@@ -89,29 +90,27 @@ def judge(plan: Plan) -> tuple[list[str], float]:
 class _SharedMemoryFiles:
     """What a trial leaves in /dev/shm. On the CPU anything new, for nothing is ever put there.
 
-    On GPUs torch and the driver put files there, in the trials that run beside it too: its are those of its session.
+    On GPUs torch and the driver put files there, in the trials that run beside it too: its are those of its processes.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._on_gpus = plan.device == "cuda"
         self._allowed = self._on_gpus and (plan.process, plan.fault) in MAY_LEAVE_FILES
         self._before = _shared_memory()
-        self._made: set[Path] = set()
+        self._pids: set[int] = set()
 
     def look(self, session: int) -> None:
-        """Now and then, while the processes live: afterwards nobody knows whose a file was."""
+        """Now and then, while the processes live: afterwards nobody knows which session they were of."""
         if self._on_gpus:
-            self._made.update(file for pid in _session(session) for file in files_of(pid))
+            self._pids.update(_session(session))
 
     def left(self) -> set[str]:
         if self._on_gpus:
-            return set() if self._allowed else {file.name for file in self._made if file.exists()}
+            return set() if self._allowed else {file.name for pid in self._pids for file in files_of(pid)}
         return _shared_memory() - self._before
 
 
-def _wait_for_end(
-    plan: Plan, process: subprocess.Popen[bytes], misses: list[str], files: _SharedMemoryFiles | None = None
-) -> float:
+def _wait_for_end(plan: Plan, process: subprocess.Popen[bytes], misses: list[str], files: _SharedMemoryFiles) -> float:
     """The time of the fault, 0 if there was none. Continues a launcher that was stopped."""
     fired = Path(plan.folder) / "fired"
     fired_s, limit_s = 0.0, FAULT_LIMIT_S
@@ -122,8 +121,7 @@ def _wait_for_end(
             if (plan.process, plan.fault) == ("launcher", "stopped"):
                 time.sleep(STOPPED_LAUNCHER_S)
                 os.kill(process.pid, signal.SIGCONT)
-        if files is not None:
-            files.look(process.pid)
+        files.look(process.pid)
         time.sleep(0.02)
     if process.poll() is None:
         misses.append(f"the run did not end within {limit_s:.0f} s")
@@ -215,7 +213,7 @@ def _shared_memory() -> set[str]:
     return {path.name for path in SHARED_MEMORY.iterdir() if re.match(r"torch|psm_", path.name)}
 
 
-def drive(trials: int, seed: int, jobs: int, only: str, without: str = "", gpu_count: int = 0) -> int:
+def drive(trials: int, seed: int, jobs: int, only: str, without: str, gpu_count: int) -> int:
     """Runs the trials, says what happened in each, counts the cells; returns the number of trials with a miss."""
     choose = random.Random(seed)
     cells = [cell for cell in CELLS if only in " ".join(cell)]
@@ -263,7 +261,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--without", default="", choices=("", "death watch", "deadline"), help="take a safeguard out: misses must show"
     )
-    parser.add_argument("--device", choices=DEVICES, default="cpu", help="where the broken runs train (default: cpu)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the broken runs train (default: cpu)"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
@@ -273,9 +273,12 @@ def main(arguments: list[str]) -> None:
         parser.error("--trials and --jobs must be at least 1")
     if not any(options.only in " ".join(cell) for cell in CELLS):
         parser.error(f"--only {options.only}: no such cell; one is {' '.join(CELLS[0])!r}")
-    n, device, _ = choose_processes(None, options.device)
-    if device == "cuda" and options.without:
-        parser.error("--without takes its safeguards out on the CPU only: leave --device out")
-    gpu_count = n if device == "cuda" else 0
+    gpu_count = 0
+    if options.device == "cuda":
+        if options.without:
+            parser.error("--without takes safeguards out of runs on the CPU only: leave --device cuda out")
+        gpu_count = torch.cuda.device_count()
+        if gpu_count < 2:
+            parser.error(f"--device cuda: two workers have a GPU each, and this machine has {gpu_count}: leave it out")
     if drive(options.trials, options.seed, options.jobs, options.only, options.without, gpu_count):
         sys.exit(1)

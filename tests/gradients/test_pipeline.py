@@ -63,7 +63,7 @@ def test_a_bucket_leaves_as_soon_as_all_its_gradients_have_come() -> None:
     assert len(log) == 5
 
 
-def test_whatever_order_gradients_come_in_buckets_leave_in_theirs() -> None:
+def test_whatever_order_gradients_come_in_buckets_leave_in_one_order() -> None:
     """All ranks must exchange in one order, and one may use parameters in another order than its peers."""
     model = Scales()
     pipeline, _, log = pipeline_of(model, "a", "b", "c")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from typing import Any
@@ -41,10 +42,12 @@ def _both_ways(name: str, settings: list, **how: Any) -> list[list[list[list]]]:
     return [train_everywhere(FROM_SCRATCH[name], 3, settings, overlap=each, **how) for each in (False, True)]
 
 
-def order_of_leaving(communicator: Communicator, first_to_reverse: int, first_step: int) -> tuple[list[str], int]:
+def order_of_leaving(communicator: Communicator, first_to_reverse: int) -> tuple[list[str], int]:
     """Of three layers, "abc", each a bucket, that are used in the order in which they are registered, or in the reverse
-    one by all ranks from `first_to_reverse` on: which leave in each of four steps, and how often all met about it. Rank
-    0 has no samples, and others have none before `first_step`."""
+    one by all ranks from `first_to_reverse` on: which leave in each of three steps, and how often all met about it.
+
+    Rank 0 has no samples.
+    """
     layers = nn.Sequential(*(nn.Linear(50, 50, bias=False) for _ in range(3))).to(communicator.device)
     strategy = FROM_SCRATCH["ring_all_reduce"](
         layers,
@@ -61,9 +64,9 @@ def order_of_leaving(communicator: Communicator, first_to_reverse: int, first_st
         return perform(collective, buffer, purpose)
 
     communicator.transport.perform = noting  # type: ignore[method-assign,assignment]
-    for step in range(4):
+    for step in range(3):
         strategy.begin_step()
-        if communicator.rank and step >= first_step:
+        if communicator.rank:
             used = reversed(layers) if communicator.rank >= first_to_reverse else layers
             with strategy.synchronising(last=True):
                 nn.Sequential(*used)(torch.ones(1, 50, device=communicator.device)).sum().backward()
@@ -76,15 +79,63 @@ def order_of_leaving(communicator: Communicator, first_to_reverse: int, first_st
 @pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="no GPU")])]
 )
-def test_after_the_first_step_with_samples_buckets_leave_in_the_order_of_use_on_all_ranks(device: str) -> None:
+def test_after_the_first_step_buckets_leave_in_the_order_of_use_on_all_ranks(device: str) -> None:
     """Bucket 0 holds layer c, registered last, whose gradient comes last where it is used first. Where rank 1 and ranks
     2 and 3 disagree, the mean decides."""
-    as_registered = launch(order_of_leaving, 4, 4, 0, device=device, deadline_s=60)
-    assert as_registered == [(["cba"] * 4, 1)] * 4
-    reverse = launch(order_of_leaving, 4, 2, 0, device=device, deadline_s=60)
-    assert reverse == [(["cba", "abc", "abc", "abc"], 1)] * 4
-    none_in_the_first = launch(order_of_leaving, 4, 2, 1, device=device, deadline_s=60)
-    assert none_in_the_first == [(["cba", "cba", "abc", "abc"], 2)] * 4
+    as_registered = launch(order_of_leaving, 4, 4, device=device, deadline_s=60)
+    assert as_registered == [(["cba", "cba", "cba"], 1)] * 4
+    reverse = launch(order_of_leaving, 4, 2, device=device, deadline_s=60)
+    assert reverse == [(["cba", "abc", "abc"], 1)] * 4
+
+
+class TooLarge(Exception):
+    """A hook's."""
+
+
+def goes_on_after_an_error(communicator: Communicator, where: str, overlap: bool) -> list[list[str]]:
+    """Which buckets are exchanged in the step after one that all ranks gave up, for an error in backward or in the
+    exchange, and in one more; rank 1 has no samples in the first of the two."""
+    layers = nn.Sequential(*(nn.Linear(50, 50, bias=False) for _ in range(3)))
+    strategy = FROM_SCRATCH["ring_all_reduce"](
+        layers,
+        lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.01),
+        communicator,
+        bucket_bytes=50 * 50 * 4,
+        overlap=overlap,
+    )
+    purposes: list[str] = []
+    perform, failing = communicator.transport.perform, [True]
+
+    def noting(collective: Collective, buffer: SharedBuffer, purpose: str = "") -> Tensor:
+        if where == "exchange" and failing[0] and purpose == "gradients of bucket 1":
+            raise TooLarge
+        purposes.append(purpose)
+        return perform(collective, buffer, purpose)
+
+    def hook(gradient: Tensor) -> None:
+        if where == "backward" and failing[0]:
+            raise TooLarge
+
+    communicator.transport.perform = noting  # type: ignore[method-assign,assignment]
+    layers[0].weight.register_hook(hook)
+    exchanged = []
+    for step in range(3):
+        strategy.begin_step()
+        with contextlib.suppress(TooLarge):
+            if step != 1 or communicator.rank != 1:
+                with strategy.synchronising(last=True):
+                    layers(torch.ones(1, 50)).sum().backward()
+            strategy.step()
+        failing[0] = False
+        exchanged.append([purpose[-1] for purpose in purposes if purpose.startswith("gradients")])
+        purposes.clear()
+    return exchanged[1:]
+
+
+@pytest.mark.parametrize("where, overlap", [("backward", True), ("exchange", True), ("exchange", False)])
+def test_the_step_after_an_error_exchanges_all_buckets(where: str, overlap: bool) -> None:
+    for exchanged in launch(goes_on_after_an_error, 3, where, overlap, deadline_s=10):
+        assert [sorted(indices) for indices in exchanged] == [["0", "1", "2"]] * 2
 
 
 class SlowOnRank1(torch.optim.SGD):

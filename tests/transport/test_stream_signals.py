@@ -178,7 +178,7 @@ def test_the_clock_of_a_wait_starts_when_the_stream_comes_to_its_operation(calls
     assert watchdog.failure is None
     signals.flags[2][1 * WORDS] = 1  # it has come there
     assert until(lambda: watchdog.failure is not None)
-    assert re.sub(r"0\.[5-9]", "X", watchdog.failure or "") == "ring, round 0: no signal from rank 0 for X s"
+    assert re.sub(r"\d\.\d", "X", watchdog.failure or "") == "ring, round 0: no signal from rank 0 for X s"
 
 
 def test_the_host_looks_at_what_has_come_and_takes_nothing(calls: Calls) -> None:

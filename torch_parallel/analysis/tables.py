@@ -145,13 +145,12 @@ def step_table(results_dir: str | Path = "results", bench: str = "bench_step") -
     sources = ", ".join(
         f"`{each.relative_to(results_dir)}` (commit {commit_told(manifest(each))})" for each in folders.values()
     )
-    profiled = (
-        "By itself: the fastest of its sizes of buckets, in other processes, just before. Busy and exchanging: parts "
-        "of profiled steps, waiting for peers included. "
-    )
+    profiled = "Busy and exchanging: parts of profiled steps, waiting for peers included. "
+    by_itself = "By itself: with the fastest of several sizes of buckets, in other processes just before. "
     note = (
         "Medians (least to largest), in turns with DistributedDataParallel in the same processes. Efficiency: what one "
         f"process takes for a worker's share of the batch, over the step. {profiled if on_gpus else ''}"
+        f"{by_itself if any('by itself' in line for line in lines) else ''}"
         f"Memory: {'the fullest GPU' if on_gpus else 'the Pss of all processes'}. "
         f"{machine_told(about)}, {about['started'][:10]}, from {sources}."
     )

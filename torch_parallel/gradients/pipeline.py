@@ -1,4 +1,4 @@
-"""Buckets leave while backward still computes: each as soon as its gradients are there, in the order of the buckets.
+"""Buckets leave while backward still computes: each as soon as its gradients are there, in one order on all ranks.
 
     computing     | backward of layer 3 | of layer 2 | of layer 1 |           | next step
     exchanging                          | bucket 0   | bucket 1   | bucket 2  |
@@ -6,8 +6,9 @@
 Buckets are cut in reverse of the order in which the model has registered its parameters, which is mostly that of use:
 then the first is complete when backward has hardly begun. Autograd tells each of them when a gradient has come; a
 bucket that is complete leaves unless an earlier one has not left yet, so all ranks exchange in the same order,
-whatever their gradients come in. What no gradient came for leaves when backward is over. The first step shows in which
-order backward completes them, which all ranks then agree on: from the second on they leave in that.
+whatever order their gradients come in. What no gradient came for leaves when backward is over. The first step shows in
+which order backward completes buckets, and all ranks agree on one: from the second on they leave in that. Those that
+the first backward did not complete, or not for good, leave last.
 
 On GPUs buckets leave, if there are several, on a stream of their own. It waits for the gradients, and the stream that
 computes waits for it when backward is over: until then both have work. Where the host itself exchanges, it does so in
@@ -36,21 +37,21 @@ class Pipeline:
     ) -> None:
         self.stream = stream
         self.in_background = False
-        self.places = list(range(len(buckets)))
+        self.places: list[int] = []
         """By index, the place in which the last step's backward completed each bucket; all others share the last."""
         self._buckets = list(buckets)  # in the order in which they leave
         self._launch = launch
         self._left = 0  # how many have left in this step: the first so many
-        self._complete: list[int] = []  # by index, as it came
-        self._again: set[int] = set()  # which got a gradient more when they were complete: they wait for the end
+        self._complete: dict[int, None] = {}  # by index, in the order in which they came
+        self._held: set[int] = set()  # got a gradient more when they were complete: they wait for the end of backward
 
     def leave_in_order_of(self, places: list[float]) -> None:
         """From the next step on, the bucket with the lowest leaves first. They must be the same on all ranks."""
-        self._buckets.sort(key=lambda bucket: (places[bucket.index], bucket.index))
+        self._buckets.sort(key=lambda bucket: places[bucket.index])
 
     def begin_step(self) -> None:
-        """If a backward raised, what it had sent off is awaited and forgotten."""
-        if self._complete:
+        """Begins anew after a step that raised. What it had sent off is awaited, and stays applied."""
+        if self._left or self._complete:
             self._end()
 
     @contextmanager
@@ -75,7 +76,7 @@ class Pipeline:
         """Backward is over: the rest leaves, and the current stream waits for all that has left."""
         self._leave(len(self._buckets))
         self.places = [len(self._buckets)] * len(self._buckets)
-        for place, index in enumerate(self._ready):
+        for place, index in enumerate(self._complete):
             self.places[index] = place
         self._end()
 
@@ -87,16 +88,14 @@ class Pipeline:
 
     def _completed(self, bucket: Bucket) -> None:
         if bucket.index in self._complete:
-            self._again.add(bucket.index)
-        self._complete.append(bucket.index)
+            self._held.add(bucket.index)
+            del self._complete[bucket.index]
+        elif bucket.index not in self._held:
+            self._complete[bucket.index] = None
         ready = self._left
-        while ready < len(self._buckets) and self._buckets[ready].index in self._ready:
+        while ready < len(self._buckets) and self._buckets[ready].index in self._complete:
             ready += 1
         self._leave(ready)
-
-    @property
-    def _ready(self) -> list[int]:
-        return [index for index in self._complete if index not in self._again]
 
     def _leave(self, stop: int) -> None:
         """All buckets before number `stop` that have not left do so."""

@@ -79,9 +79,9 @@ class FromScratch(Strategy):
         if stream is not None:
             self.transport.leave_room()
         self._pipeline = Pipeline(self.buckets, self._exchange, stream)
-        # How the order is found in which buckets leave: see `_agree_on_order`.
+        # Until the order is found in which buckets leave: see `_agree_on_order`.
         several = overlap and len(self.buckets) > 1
-        self._places = self.transport.share(len(self.buckets), torch.float32) if several else None
+        self._order_buffer = self.transport.share(len(self.buckets), torch.float32) if several else None
         self._finite = FiniteCheck(self.buckets, self.communicator.device if enqueues else None)
         self._make_optimizers(optimizer_factory)
 
@@ -144,21 +144,19 @@ class FromScratch(Strategy):
             for bucket in self.buckets:
                 self.update(bucket, scale)
         self._finite.end_step()
-        if self._places is not None:
-            self._agree_on_order(self._places)
+        if self._order_buffer is not None:
+            self._agree_on_order(self._order_buffer)
+            self._order_buffer = None
 
-    def _agree_on_order(self, places: SharedBuffer) -> None:
+    def _agree_on_order(self, buffer: SharedBuffer) -> None:
         """From now on buckets leave in the order in which backward has just completed them, on the mean of all ranks.
 
-        Where it has completed none, for want of samples, the next step tells. Which order that is changes no bit, but
-        how much of the exchange lies beside backward.
+        Which order that is changes no bit, but how much of the exchange lies beside backward.
         """
         with self._exchanging():
-            places.local.copy_(torch.tensor(self._pipeline.places, dtype=torch.float32))
-            sums = self.transport.perform(RING_ALL_REDUCE, places, "the order of buckets").tolist()
-        if min(sums) < len(self.buckets) * self.transport.world_size:
-            self._pipeline.leave_in_order_of(sums)
-            self._places = None
+            buffer.local.copy_(torch.tensor(self._pipeline.places, dtype=torch.float32))
+            sums = self.transport.perform(RING_ALL_REDUCE, buffer, "the order of buckets")
+            self._pipeline.leave_in_order_of(sums.tolist())
 
     def _before_gradients(self) -> None:
         """Backward is about to write the first gradient of a bucket."""

@@ -51,7 +51,7 @@ class Wait:
     peer: int
     doing: str
     round: int | None  # None for the end of the peer's reading, which `doing` says
-    after: Post  # once it is seen, the stream has done whatever lay before the operation
+    after: Post  # the last one before: once it is seen, whatever lay before its operation is done
 
     def __str__(self) -> str:
         return self.doing if self.round is None else f"{self.doing}, round {self.round}"
@@ -93,7 +93,10 @@ class StreamSignals(Signals):
         return self._own_notes[0]
 
     def begin(self) -> None:
-        """A new operation, which lies behind whatever the stream has been given since the last."""
+        """A new operation, behind whatever the stream has been given since the last: no earlier post tells of that.
+
+        To wait for the readers of the last one is none: they do not wait for what this rank has been given since.
+        """
         self._last_post = None
 
     def post(self, kind: int, peer: int) -> None:
@@ -143,7 +146,7 @@ class StreamSignals(Signals):
             self.pending.popleft()
 
     def is_reached(self, wait: Wait) -> bool:
-        """Whether this rank's stream has come to the operation of this wait."""
+        """Whether this rank's stream has come to the operation that this wait belongs to."""
         return as_int32(self._words[wait.after.to][wait.after.word] - wait.after.number) >= 0
 
     def _has_come(self, word: int, number: int) -> bool:
