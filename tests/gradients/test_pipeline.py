@@ -82,8 +82,7 @@ def test_buckets_leave_in_the_order_that_they_are_told_to_from_the_next_step_on(
     assert pipeline.places == [2, 1, 0]
     pipeline.leave_in_order_of([2.0, 1.0, 0.0])
     log.clear()
-    for bucket in buckets:
-        bucket.zero()
+    begin_step(pipeline, buckets)
     model.b.register_post_accumulate_grad_hook(lambda _: log.append("b has come"))
     with pipeline.during_backward():
         model(torch.tensor([2.0, 3.0])).backward()
@@ -92,11 +91,12 @@ def test_buckets_leave_in_the_order_that_they_are_told_to_from_the_next_step_on(
 
 def test_a_bucket_that_backward_has_not_completed_has_the_last_place() -> None:
     model = Scales()
-    pipeline, _, log = pipeline_of(model, "b", "c", "a")
+    pipeline, buckets, log = pipeline_of(model, "b", "c", "a")
     with pipeline.during_backward():
         model(torch.tensor([2.0, 3.0]), "ac").backward()
     pipeline.finish()
     assert pipeline.places == [3, 0, 1] and log == ["0: 0", "1: 5", "2: 5"]
+    begin_step(pipeline, buckets)
     pipeline.finish()  # a step without samples
     assert pipeline.places == [3, 3, 3]
     pipeline.leave_in_order_of([6.0, 3.0, 6.0])  # ties are left in the order of the buckets
@@ -162,8 +162,7 @@ def test_what_is_not_used_leaves_when_backward_is_over_and_holds_up_what_is_behi
     assert log == ["0: 5"]
     pipeline.finish()
     assert log == ["0: 5", "1: 0", "2: 5"]
-    for bucket in buckets:  # and the next step begins anew
-        bucket.zero()
+    begin_step(pipeline, buckets)  # and the next step begins anew
     with pipeline.during_backward():
         model(torch.tensor([2.0, 3.0])).backward()
     assert log[3:] == ["0: 5", "1: 5", "2: 5"]
@@ -196,8 +195,7 @@ def test_a_gradient_that_comes_after_its_bucket_has_left_is_an_error() -> None:
         with pytest.raises(RuntimeError, match=r"parameter c got a gradient twice .*--no_overlap"):
             model(torch.tensor([2.0, 3.0]), "c").backward()
     pipeline.finish()
-    for bucket in buckets:
-        bucket.zero()
+    begin_step(pipeline, buckets)
     model(torch.tensor([2.0, 3.0]), "c").backward()
 
 

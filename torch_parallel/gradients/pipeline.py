@@ -37,22 +37,27 @@ class Pipeline:
     ) -> None:
         self.stream = stream
         self.in_background = False
-        self.places: list[int] = []
-        """By index, the place in which the last step's backward completed each bucket; all others share the last."""
         self._buckets = list(buckets)  # in the order in which they leave
         self._launch = launch
         self._left = 0  # how many have left in this step: the first so many
-        self._complete: dict[int, None] = {}  # by index, in the order in which they came
+        self._complete: dict[int, None] = {}  # in this step, by index, in the order in which they came
         self._held: set[int] = set()  # got a gradient more when they were complete: they wait for the end of backward
+
+    @property
+    def places(self) -> list[int]:
+        """By index, the place in which this step's backward has completed each bucket; all others share the last."""
+        place = {index: place for place, index in enumerate(self._complete)}
+        return [place.get(index, len(self._buckets)) for index in range(len(self._buckets))]
 
     def leave_in_order_of(self, places: list[float]) -> None:
         """From the next step on, the bucket with the lowest leaves first. They must be the same on all ranks."""
         self._buckets.sort(key=lambda bucket: places[bucket.index])
 
     def begin_step(self) -> None:
-        """Begins anew after a step that raised. What it had sent off is awaited, and stays applied."""
-        if self._left or self._complete:
+        """If the last step raised, what it had sent off is awaited, and stays applied."""
+        if self._left:
             self._end()
+        self._complete.clear()
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
@@ -75,14 +80,10 @@ class Pipeline:
     def finish(self) -> None:
         """Backward is over: the rest leaves, and the current stream waits for all that has left."""
         self._leave(len(self._buckets))
-        self.places = [len(self._buckets)] * len(self._buckets)
-        for place, index in enumerate(self._complete):
-            self.places[index] = place
         self._end()
 
     def _end(self) -> None:
         self._left = 0
-        self._complete.clear()
         if self.stream is not None:
             torch.cuda.current_stream(self.stream.device_index).wait_stream(self.stream)
 

@@ -73,14 +73,13 @@ class FromScratch(Strategy):
         enqueues = self.transport.enqueues
         self.overlap = overlap
         # One bucket alone is complete when backward is over: it has nothing to run beside.
-        beside = enqueues and overlap and len(self.buckets) > 1
+        several = overlap and len(self.buckets) > 1
         # Of high priority: whatever it is given comes before the rest of backward, which has all the time to catch up.
-        stream = torch.cuda.Stream(self.communicator.device, priority=-1) if beside else None
+        stream = torch.cuda.Stream(self.communicator.device, priority=-1) if several and enqueues else None
         if stream is not None:
             self.transport.leave_room()
         self._pipeline = Pipeline(self.buckets, self._exchange, stream)
         # Until the order is found in which buckets leave: see `_agree_on_order`.
-        several = overlap and len(self.buckets) > 1
         self._order_buffer = self.transport.share(len(self.buckets), torch.float32) if several else None
         self._finite = FiniteCheck(self.buckets, self.communicator.device if enqueues else None)
         self._make_optimizers(optimizer_factory)
