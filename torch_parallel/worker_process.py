@@ -19,8 +19,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def files_of(pid: int) -> list[Path]:
-    """What a process that used a GPU leaves in /dev/shm unless it ends as C programs do: the files by which torch
-    counts who maps GPU memory, and one of the driver's, 4 KiB."""
+    """What a process that used a GPU may leave in /dev/shm, killed or ended at once, as workers are: the files by which
+    torch counts who maps GPU memory, and one of the driver's, 4 KiB."""
     return [each for pattern in (f"torch_{pid}_*", f"cuda.shm.*.{pid:x}.*") for each in SHARED_MEMORY.glob(pattern)]
 
 

@@ -147,10 +147,10 @@ class StreamSignals(Signals):
 
     def is_reached(self, wait: Wait) -> bool:
         """Whether this rank's stream has come to the operation that this wait belongs to."""
-        return as_int32(self._words[wait.after.to][wait.after.word] - wait.after.number) >= 0
+        return _has_reached(self._words[wait.after.to][wait.after.word], wait.after.number)
 
     def _has_come(self, word: int, number: int) -> bool:
-        return as_int32(self._own_flags[word] - number) >= 0
+        return _has_reached(self._own_flags[word], number)
 
     def _word(self, kind: int, source: int) -> int:
         return (kind * len(self._bases) + source) * WORDS
@@ -200,6 +200,11 @@ def _words(tensor: Tensor) -> memoryview:
     """The elements of a tensor in host memory."""
     array: Any = tensor.numpy()
     return memoryview(array)
+
+
+def _has_reached(flag: int, number: int) -> bool:
+    """As a stream's wait compares them: both wrap around."""
+    return as_int32(flag - number) >= 0
 
 
 def as_int32(number: int) -> int:
