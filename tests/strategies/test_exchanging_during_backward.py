@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn.functional import linear
 
 from torch_parallel import Communicator, WorkerFailure, launch
 from torch_parallel.collectives.schedule import Collective
-from torch_parallel.strategies import FROM_SCRATCH
+from torch_parallel.strategies import FROM_SCRATCH, FromScratch
 from torch_parallel.transport.buffer import SharedBuffer
 
 GPUS = torch.cuda.device_count()
@@ -31,15 +32,52 @@ def test_exchanging_during_backward_changes_no_bit(name: str, micro_batches: int
         (MODELS["cnn"], OPTIMIZERS["sgd"], torch.float32),
         (BackToFront, OPTIMIZERS["sgd"], torch.float64),
     ]
-    after, during = _both_ways(name, settings, micro_batches=micro_batches)
+    _assert_same_bits(name, settings, micro_batches=micro_batches)
+
+
+def _assert_same_bits(name: str, settings: list, **how: Any) -> None:
+    """On all ranks and after every step, exchanging after backward and during it."""
+    after, during = (train_everywhere(FROM_SCRATCH[name], 3, settings, overlap=each, **how) for each in (False, True))
     for index in range(len(settings)):
         digests = [digest(parameters) for parameters in after[0][index]]
         assert [digest(parameters) for parameters in during[0][index]] == digests
         assert during[1][index] == during[2][index] == digests
 
 
-def _both_ways(name: str, settings: list, **how: Any) -> list[list[list[list]]]:
-    return [train_everywhere(FROM_SCRATCH[name], 3, settings, overlap=each, **how) for each in (False, True)]
+def ring_over(
+    layers: nn.Module, communicator: Communicator, overlap: bool, optimizer: type = torch.optim.SGD
+) -> FromScratch:
+    """Each layer of 50 x 50 float32 is a bucket."""
+    return FROM_SCRATCH["ring_all_reduce"](
+        layers,
+        lambda named: optimizer([parameter for _, parameter in named], lr=0.01),
+        communicator,
+        bucket_bytes=50 * 50 * 4,
+        overlap=overlap,
+    )
+
+
+def layers_of_a_bucket(count: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(50, 50, bias=False) for _ in range(count)))
+
+
+def note_purposes(communicator: Communicator, fails: Callable[[str], bool] = lambda purpose: False) -> list[str]:
+    """To which those of this rank's exchanges are added from now on, but for those that fail."""
+    purposes: list[str] = []
+    perform = communicator.transport.perform
+
+    def noting(collective: Collective, buffer: SharedBuffer, purpose: str = "") -> Tensor:
+        if fails(purpose):
+            raise Injected
+        purposes.append(purpose)
+        return perform(collective, buffer, purpose)
+
+    communicator.transport.perform = noting  # type: ignore[method-assign,assignment]
+    return purposes
+
+
+class Injected(Exception):
+    """An error that the worker function catches."""
 
 
 def order_of_leaving(communicator: Communicator, first_to_reverse: int) -> tuple[list[str], int]:
@@ -48,22 +86,9 @@ def order_of_leaving(communicator: Communicator, first_to_reverse: int) -> tuple
 
     Rank 0 has no samples.
     """
-    layers = nn.Sequential(*(nn.Linear(50, 50, bias=False) for _ in range(3))).to(communicator.device)
-    strategy = FROM_SCRATCH["ring_all_reduce"](
-        layers,
-        lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.01),
-        communicator,
-        bucket_bytes=50 * 50 * 4,
-        overlap=True,
-    )
-    left, purposes = [], []
-    perform = communicator.transport.perform
-
-    def noting(collective: Collective, buffer: SharedBuffer, purpose: str = "") -> Tensor:
-        purposes.append(purpose)
-        return perform(collective, buffer, purpose)
-
-    communicator.transport.perform = noting  # type: ignore[method-assign,assignment]
+    layers = layers_of_a_bucket(3).to(communicator.device)
+    strategy = ring_over(layers, communicator, overlap=True)
+    left, purposes = [], note_purposes(communicator)
     for step in range(3):
         strategy.begin_step()
         if communicator.rank:
@@ -88,45 +113,27 @@ def test_after_the_first_step_buckets_leave_in_the_order_of_use_on_all_ranks(dev
     assert reverse == [(["cba", "abc", "abc"], 1)] * 4
 
 
-class TooLarge(Exception):
-    """A hook's."""
-
-
 def goes_on_after_an_error(communicator: Communicator, where: str, overlap: bool) -> list[list[str]]:
     """Which buckets are exchanged in the step after one that all ranks gave up, for an error in backward or in the
     exchange, and in one more; rank 1 has no samples in the first of the two."""
-    layers = nn.Sequential(*(nn.Linear(50, 50, bias=False) for _ in range(3)))
-    strategy = FROM_SCRATCH["ring_all_reduce"](
-        layers,
-        lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.01),
-        communicator,
-        bucket_bytes=50 * 50 * 4,
-        overlap=overlap,
-    )
-    purposes: list[str] = []
-    perform, failing = communicator.transport.perform, [True]
-
-    def noting(collective: Collective, buffer: SharedBuffer, purpose: str = "") -> Tensor:
-        if where == "exchange" and failing[0] and purpose == "gradients of bucket 1":
-            raise TooLarge
-        purposes.append(purpose)
-        return perform(collective, buffer, purpose)
+    layers, failing = layers_of_a_bucket(3), [where]
+    strategy = ring_over(layers, communicator, overlap)
+    purposes = note_purposes(communicator, lambda purpose: failing == ["exchange"] and purpose.endswith("bucket 1"))
 
     def hook(gradient: Tensor) -> None:
-        if where == "backward" and failing[0]:
-            raise TooLarge
+        if failing == ["backward"]:
+            raise Injected
 
-    communicator.transport.perform = noting  # type: ignore[method-assign,assignment]
     layers[0].weight.register_hook(hook)
     exchanged = []
     for step in range(3):
         strategy.begin_step()
-        with contextlib.suppress(TooLarge):
+        with contextlib.suppress(Injected):
             if step != 1 or communicator.rank != 1:
                 with strategy.synchronising(last=True):
                     layers(torch.ones(1, 50)).sum().backward()
             strategy.step()
-        failing[0] = False
+        failing.clear()
         exchanged.append([purpose[-1] for purpose in purposes if purpose.startswith("gradients")])
         purposes.clear()
     return exchanged[1:]
@@ -149,13 +156,8 @@ class SlowOnRank1(torch.optim.SGD):
 def seconds_beside_waiting(communicator: Communicator) -> float:
     """What a strategy counts as exchange in a first step, less what the transport counts as waiting in it."""
     SlowOnRank1.seconds = 0.1 * communicator.rank
-    strategy = FROM_SCRATCH["ring_all_reduce"](
-        layers := nn.Sequential(nn.Linear(50, 50, bias=False), nn.Linear(50, 50, bias=False)),
-        lambda named: SlowOnRank1([parameter for _, parameter in named], lr=0.01),
-        communicator,
-        bucket_bytes=50 * 50 * 4,
-        overlap=True,
-    )
+    layers = layers_of_a_bucket(2)
+    strategy = ring_over(layers, communicator, overlap=True, optimizer=SlowOnRank1)
     strategy.begin_step()
     waited_s = sum(communicator.transport.waited_s)
     with strategy.synchronising(last=True):
@@ -203,8 +205,4 @@ def test_exchanging_during_backward_changes_no_bit_on_gpus(name: str, performer:
         *((MODELS["cnn"], OPTIMIZERS["adamw"], dtype) for dtype in (torch.float64, torch.float32)),
         (BackToFront, OPTIMIZERS["sgd"], torch.float64),
     ]
-    after, during = _both_ways(name, settings, device="cuda", performer=performer, micro_batches=micro_batches)
-    for index in range(len(settings)):
-        digests = [digest(parameters) for parameters in after[0][index]]
-        assert [digest(parameters) for parameters in during[0][index]] == digests
-        assert during[1][index] == during[2][index] == digests
+    _assert_same_bits(name, settings, device="cuda", performer=performer, micro_batches=micro_batches)
