@@ -586,6 +586,22 @@ def test_the_fork_server_is_stopped_before_any_worker_is_started() -> None:
     assert launch(rank_of, 2, deadline_s=20) == [0, 1]
 
 
+def test_a_failed_start_sees_the_end_of_a_fork_server_that_has_hung_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dying process closes its sockets first, and a start in between would find it there and fail again."""
+    dying = fork_server_pid()
+
+    def hung_up(fd: int) -> int:
+        threading.Timer(0.3, os.kill, (dying, signal.SIGKILL)).start()
+        raise EOFError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(multiprocessing.forkserver, "read_signed", hung_up)
+        with pytest.raises(WorkerFailure, match=FORK_SERVER_DIED):
+            launch(rank_of, 2, deadline_s=20)
+    assert not _is_alive(dying)
+    assert launch(rank_of, 2, deadline_s=20) == [0, 1]
+
+
 def test_after_the_fork_server_was_ended_the_next_start_has_a_new_one() -> None:
     """At once: a start that still finds the old one dying would end with it."""
     for _ in range(2):

@@ -163,9 +163,21 @@ def kill() -> None:
     server = pid()
     if server is None or sys.platform != "linux":
         return
-    with contextlib.suppress(ProcessLookupError, ChildProcessError):  # another thread may have found it dead
+    with contextlib.suppress(ProcessLookupError):  # another thread may have found it dead
         os.kill(server, signal.SIGKILL)
-        end_s = time.monotonic() + GONE_LIMIT_S
+        wait_until_gone()
+
+
+def wait_until_gone() -> None:
+    """Sees the end of a server that has been killed, or has hung up, which a process does before it is dead.
+
+    The next start would still find it, ask it for a worker and fail.
+    """
+    server = pid()
+    if server is None or sys.platform != "linux":
+        return
+    end_s = time.monotonic() + GONE_LIMIT_S
+    with contextlib.suppress(ChildProcessError):
         # multiprocessing takes the exit status when it starts the next one, so it is only looked at here
         while os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None and time.monotonic() < end_s:
             time.sleep(0.001)

@@ -225,6 +225,7 @@ class _Run:
             traceback.clear_frames(error.__traceback__)
             inbox.close()
             if isinstance(error, EOFError | ConnectionError):
+                fork_server.wait_until_gone()
                 raise WorkerFailure(FORK_SERVER_DIED, rank) from error
             raise
         finally:
@@ -276,6 +277,7 @@ class _Run:
             raise self._failure(failed, f"{''.join(stopped)}rank {failed.rank} failed: {error.headline}")
         for process in waiting:
             if not process.finished and process.is_orphan():
+                fork_server.wait_until_gone()
                 raise self._failure(process, FORK_SERVER_DIED)
             silent_s = self.board.read(process.rank).silent_s
             if not process.finished and silent_s > self.deadline_s + GRACE_S:
