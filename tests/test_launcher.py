@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing.popen_forkserver
+import multiprocessing.resource_tracker
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,17 @@ def test_the_board_shows_progress_about_ten_times_a_second() -> None:
     assert len(seen) <= (time.monotonic() - start_s) / launcher.TICK_S + 2
 
 
+@pytest.fixture
+def nothing_started(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process that has not started any other: multiprocessing's tracker of resources is started anew."""
+    tracker: Any = multiprocessing.resource_tracker.ResourceTracker()
+    for name in ("ensure_running", "getfd"):
+        monkeypatch.setattr(multiprocessing.resource_tracker, name, getattr(tracker, name))
+    yield
+    tracker._stop()
+
+
+@pytest.mark.usefixtures("nothing_started")
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_both_start_methods(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Where Ctrl-C is masked from the first instruction on, it cannot interrupt a worker's imports either."""

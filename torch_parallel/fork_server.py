@@ -46,7 +46,6 @@ def start() -> None:
     if start_method() != "forkserver":
         return
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
-    multiprocessing.resource_tracker.ensure_running()  # before the mask: it takes SIGINT out of it when it starts
     with _ctrl_c_masked(), _package_on_the_path():
         _start_unnamed()
 
@@ -79,6 +78,7 @@ def _ctrl_c_masked() -> Iterator[None]:
 
     Only the launcher acts on it; the server and the workers inherit the mask.
     """
+    multiprocessing.resource_tracker.ensure_running()  # the first start has it started, which takes SIGINT out again
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
