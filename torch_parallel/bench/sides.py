@@ -1,7 +1,7 @@
 """The two sides of a comparison of training steps: a strategy of ours, and DistributedDataParallel at its best.
 
 Both train the same model on the same samples with the same fused optimizer, in the plainest loop. So does a third, one
-process alone, which is what scaling is measured against.
+process alone on a worker's share of them, which is what scaling is measured against.
 """
 
 from __future__ import annotations
@@ -116,10 +116,10 @@ class OurSide:
 
 
 class PlainSide:
-    """The model as it is; on a server, nothing."""
+    """One process alone: the model as it is, on the first worker and its share of the batch. The others are idle."""
 
     def __init__(self, communicator: Communicator, setting: Setting) -> None:
-        self.device, self.setting, self.idle = communicator.device, setting, communicator.is_server
+        self.device, self.setting, self.idle = communicator.device, setting, self.idles(communicator)
         if self.idle:
             return
         self.inputs, self.targets = setting.samples(communicator)
@@ -127,6 +127,9 @@ class PlainSide:
         self.model = setting.make_model(self.device)
         self.module = self.wrapped()
         self.optimizer = setting.make_optimizer(list(self.model.named_parameters()))
+
+    def idles(self, communicator: Communicator) -> bool:
+        return communicator.worker_index != 0
 
     def wrapped(self) -> nn.Module:
         """What forward is called of."""
@@ -143,7 +146,10 @@ class PlainSide:
 
 
 class DdpSide(PlainSide):
-    """DistributedDataParallel. The process group must be there."""
+    """DistributedDataParallel, on all workers. The process group must be there."""
+
+    def idles(self, communicator: Communicator) -> bool:
+        return communicator.is_server
 
     def wrapped(self) -> nn.Module:
         device_ids = [self.device.index] if self.device.type == "cuda" else None

@@ -2,8 +2,8 @@
 
 Each strategy takes turns with DistributedDataParallel in the same processes: the same model, samples and fused
 optimizer, some steps at a time. `--n_gpus` counts workers; a strategy's server is one process more, which idles in its
-peer's turns. One process alone, with as many samples as the fullest worker, comes first: a side's efficiency is that
-one's time over its own.
+peer's turns. The third in turn is one process alone, the fullest worker with its samples, while the others wait: a
+side's efficiency is that one's time over its own.
 
 Memory cannot be told apart in one process, so each side's is measured in a run of its own, after a few steps: the Pss
 of all workers and servers (what several processes share is counted once), or of GPUs, which keep what they once needed,
@@ -69,7 +69,8 @@ def time_steps(
     start_group(communicator, store)
     ours, theirs = OurSide(communicator, setting, name), DdpSide(communicator, setting)
     sides: dict[str, Callable[[], None]] = {name: ours.step, DDP: theirs.step}
-    seconds = _in_turns(communicator, sides, steps, repeats)
+    alone = PlainSide(communicator, setting)
+    seconds = _in_turns(communicator, {**sides, ALONE: alone.step}, steps, repeats)
     difference = difference_of(ours.model, theirs.model) if not theirs.idle else 0.0
     work = {}
     if communicator.device.type == "cuda":
@@ -119,22 +120,6 @@ def _meet(communicator: Communicator) -> None:
     if communicator.device.type == "cuda":
         torch.cuda.synchronize(communicator.device)
     communicator.barrier()
-
-
-def time_alone(communicator: Communicator, setting: Setting, steps: int, repeats: int) -> list[float]:
-    """The worker function: seconds of a step by repeat, of one process."""
-    side = PlainSide(communicator, setting)
-    seconds = []
-    for repeat in range(-1, repeats):
-        _meet(communicator)
-        start_s = time.perf_counter()
-        for _ in range(steps):
-            side.step()
-            communicator.status.beat()  # nothing is exchanged, by which the others would know of it
-        _meet(communicator)
-        if repeat >= 0:
-            seconds.append((time.perf_counter() - start_s) / steps)
-    return seconds
 
 
 def measure_memory(communicator: Communicator, setting: Setting, name: str, steps: int, store: str) -> int | None:
@@ -197,11 +182,8 @@ class _Bench:
         """Seconds of DistributedDataParallel's step by the size of its buckets, where it had a choice."""
         if len(options.ddp_bucket_mb) > 1:
             self._choose_ddps_bucket()
-        share = replace(setting, batch_size=-(-setting.batch_size // options.n_gpus))
-        alone: list[float] = self._launch(time_alone, 1, share, *self.turns)
-        self.alone_s = statistics.median(alone)
         self.ddp_memory: int | None = self._beside_ddp(measure_memory, 0, DDP, 5)
-        self.rows: list[dict[str, Any]] = [self._row(ALONE, ALONE, alone)]
+        self.rows: list[dict[str, Any]] = []
 
     def _choose_ddps_bucket(self) -> None:
         times = self._beside_ddp(time_ddp, 0, self.options.ddp_bucket_mb, *self.turns)
@@ -214,11 +196,12 @@ class _Bench:
         servers = FROM_SCRATCH[name.removesuffix(OVERLAPPING)].server_count
         memory = {name: self._beside_ddp(measure_memory, servers, name, 5), DDP: self.ddp_memory}
         seconds, difference, work = self._beside_ddp(time_steps, servers, name, *self.turns)
-        ddp_s = statistics.median(seconds[DDP])
-        for side, times in seconds.items():
+        alone_s, ddp_s = (statistics.median(seconds[side]) for side in (ALONE, DDP))
+        for side, beside in ((name, DDP), (DDP, name)):
             parts = gpu_profile.shares(work[side]) if work else {}
-            beside = DDP if side == name else name
-            self.rows.append(self._row(side, beside, times, ddp_s, memory[side], difference, parts))
+            row = self._row(side, beside, seconds[side], alone_s, parts, ddp_s, memory[side], difference)
+            self.rows.append(row)
+        self.rows.append(self._row(ALONE, name, seconds[ALONE], alone_s, {}))
         self.work += [{"side": side, "beside": name, **each.row()} for side in work for each in work[side]]
 
     def _row(
@@ -226,13 +209,14 @@ class _Bench:
         side: str,
         beside: str,
         times: list[float],
+        alone_s: float,
+        parts: dict[str, float],
         ddp_s: float | None = None,
         memory: int | None = None,
         difference: float | None = None,
-        parts: dict[str, float] | None = None,
     ) -> dict[str, Any]:
         lower, median_s, upper = statistics.quantiles(times, n=4) if len(times) > 1 else 3 * times
-        shares = {part: (parts or {}).get(part) for part in gpu_profile.PARTS} if self.device == "cuda" else {}
+        shares = {part: parts.get(part) for part in gpu_profile.PARTS} if self.device == "cuda" else {}
         return {
             "side": side,
             "beside": beside,
@@ -241,7 +225,7 @@ class _Bench:
             "upper_quartile_s": round(upper, 6),
             "steps_per_s": round(1 / median_s, 3),
             "times_faster_than_ddp": round(ddp_s / median_s, 3) if ddp_s else None,
-            "efficiency": round(self.alone_s / median_s, 3),
+            "efficiency": round(alone_s / median_s, 3),
             "memory_bytes": memory,
             "part_of_ddps_memory": round(memory / self.ddp_memory, 3) if memory and self.ddp_memory else None,
             **{f"gpu_{part}": None if share is None else round(share, 3) for part, share in shares.items()},
