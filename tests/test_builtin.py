@@ -7,6 +7,7 @@ import csv
 import functools
 import io
 import json
+import os
 import re
 import runpy
 import socket
@@ -31,8 +32,12 @@ Control = Callable[..., Ended]
 
 
 def control(script: str, folder: Path, *more: str) -> Ended:
-    """The command as a user types it, in processes of its own that all import torch first."""
-    return subprocess.run([sys.executable, *words(script, folder, *more)], capture_output=True, text=True, timeout=110)
+    """The command as a user types it, in processes of its own that all import torch first.
+
+    One that torch aborts says where it was.
+    """
+    command, telling = [sys.executable, *words(script, folder, *more)], {**os.environ, "PYTHONFAULTHANDLER": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=telling)
 
 
 def control_here(script: str, folder: Path, *more: str) -> Ended:
@@ -62,7 +67,7 @@ def words(script: str, folder: Path, *more: str) -> list[str]:
 
 def trained(how: Control, script: str, folder: Path, **options: Any) -> dict[str, Tensor]:
     done = how(script, folder, "--n_gpus", "2", *(f"--{name}={value}" for name, value in options.items()))
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     (run,) = folder.iterdir()
     weights: dict[str, Tensor] = torch.load(run / "weights.pt")
     return weights
