@@ -60,6 +60,10 @@ class WorkerFailure(RuntimeError):
         self.rank = rank
 
 
+class _NothingStarted(WorkerFailure):
+    """The fork server did not start the first worker, so that nothing has been done yet."""
+
+
 class NotPicklable(ValueError):
     """The worker function or an argument cannot be sent to another process."""
 
@@ -98,23 +102,31 @@ def launch(
         raise ValueError(f"links of {links.world_size} ranks for n = {n}: make the topology for {n}")
     if not 0 < deadline_s <= LONGEST_DEADLINE_S:
         raise ValueError(f"deadline_s = {deadline_s}: {A_DEADLINE}")
-    run = _Run(n, deadline_s, on_message, on_tick, Wiring.create(n, signal_pipes, links))
+    call = _pickled(worker_function, arguments)
+
+    def run_once() -> list[Any]:
+        run = _Run(n, deadline_s, on_message, on_tick, Wiring.create(n, signal_pipes, links))
+        try:
+            run.start(
+                call,
+                {
+                    "server_count": server_count,
+                    "threads": threads or threads_per_worker(n),
+                    "deadline_s": deadline_s,
+                    "device": device,
+                    "performer": performer,
+                    "shared": run.store(shared or {}),
+                },
+            )
+            return run.results()
+        finally:
+            with _uninterrupted():
+                run.end()
+
     try:
-        run.start(
-            _pickled(worker_function, arguments),
-            {
-                "server_count": server_count,
-                "threads": threads or threads_per_worker(n),
-                "deadline_s": deadline_s,
-                "device": device,
-                "performer": performer,
-                "shared": run.store(shared or {}),
-            },
-        )
-        return run.results()
-    finally:
-        with _uninterrupted():
-            run.end()
+        return run_once()
+    except _NothingStarted:  # the fork server may have died long ago, or was dying: another one serves
+        return run_once()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -226,7 +238,7 @@ class _Run:
             inbox.close()
             if isinstance(error, EOFError | ConnectionError):
                 fork_server.wait_until_gone()
-                raise WorkerFailure(FORK_SERVER_DIED, rank) from error
+                raise (WorkerFailure if self.processes else _NothingStarted)(FORK_SERVER_DIED, rank) from error
             raise
         finally:
             os.close(outbox.fd)
@@ -277,7 +289,6 @@ class _Run:
             raise self._failure(failed, f"{''.join(stopped)}rank {failed.rank} failed: {error.headline}")
         for process in waiting:
             if not process.finished and process.is_orphan():
-                fork_server.wait_until_gone()
                 raise self._failure(process, FORK_SERVER_DIED)
             silent_s = self.board.read(process.rank).silent_s
             if not process.finished and silent_s > self.deadline_s + GRACE_S:
