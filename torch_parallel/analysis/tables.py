@@ -147,11 +147,9 @@ def step_table(results_dir: str | Path = "results", bench: str = "bench_step") -
     )
     profiled = "Busy and exchanging: parts of profiled steps, waiting for peers included. "
     by_itself = "By itself: with the fastest of several sizes of buckets, in other processes just before. "
-    alone = [row["beside"] for folder in folders.values() for row in bench_rows(folder) if row["side"] == "one process"]
-    where = "in a process of its own" if "one process" in alone else "in turns with both"
     note = (
         "Medians (least to largest), in turns with DistributedDataParallel in the same processes. Efficiency: what one "
-        f"process takes for a worker's share of the batch, {where}, over the step. {profiled if on_gpus else ''}"
+        f"process takes for a worker's share of the batch, over the step. {profiled if on_gpus else ''}"
         f"{by_itself if any('by itself' in line for line in lines) else ''}"
         f"Memory: {'the fullest GPU' if on_gpus else 'the Pss of all processes'}. "
         f"{machine_told(about)}, {about['started'][:10]}, from {sources}."

@@ -2,8 +2,9 @@
 
 Each strategy takes turns with DistributedDataParallel in the same processes: the same model, samples and fused
 optimizer, some steps at a time. `--n_gpus` counts workers; a strategy's server is one process more, which idles in its
-peer's turns. The third in turn is one process alone, the fullest worker with its samples, while the others wait: a
-side's efficiency is that one's time over its own.
+peer's turns. Before and after, one process is timed alone: the fullest worker with its samples, while the others wait.
+It is not between the sides, or one of them would more often follow an idle worker. A side's efficiency is the median of
+all that was timed alone over its own.
 
 Memory cannot be told apart in one process, so each side's is measured in a run of its own, after a few steps: the Pss
 of all workers and servers (what several processes share is counted once), or of GPUs, which keep what they once needed,
@@ -64,13 +65,16 @@ LARGEST_SIDE = 4096
 def time_steps(
     communicator: Communicator, setting: Setting, name: str, steps: int, repeats: int, store: str
 ) -> tuple[dict[str, list[float]], float, dict[str, list[gpu_profile.Work]]]:
-    """The worker function: seconds of a step by side and repeat, how far the sides' parameters lie apart, and what
-    the GPU of this rank did in a few more steps."""
+    """The worker function: seconds of a step by side and repeat, those of one process alone among them, how far the
+    sides' parameters lie apart, and what the GPU of this rank did in a few more steps."""
     start_group(communicator, store)
+    alone = {ALONE: PlainSide(communicator, setting).step}
+    before = _in_turns(communicator, alone, steps, -(-repeats // 2))
     ours, theirs = OurSide(communicator, setting, name), DdpSide(communicator, setting)
     sides: dict[str, Callable[[], None]] = {name: ours.step, DDP: theirs.step}
-    alone = PlainSide(communicator, setting)
-    seconds = _in_turns(communicator, {**sides, ALONE: alone.step}, steps, repeats)
+    seconds = _in_turns(communicator, sides, steps, repeats)
+    after = _in_turns(communicator, alone, steps, repeats // 2)
+    seconds[ALONE] = before[ALONE] + after[ALONE]
     difference = difference_of(ours.model, theirs.model) if not theirs.idle else 0.0
     work = {}
     if communicator.device.type == "cuda":
@@ -163,11 +167,12 @@ def bench_step(arguments: list[str]) -> None:
             # one bucket has nothing to run beside
             if "overlap" in FROM_SCRATCH[name].options and bucket_count > 1:
                 bench.compare(name + OVERLAPPING)
-    for row in bench.rows:
+    rows = bench.all_rows()
+    for row in rows:
         print(_line(row))
     if bench.work:
         write_table(folder.path / "gpu_work.csv", bench.work)
-    save(folder, [{"n": options.n_gpus, **entries, **row} for row in bench.rows])
+    save(folder, [{"n": options.n_gpus, **entries, **row} for row in rows])
 
 
 class _Bench:
@@ -184,6 +189,7 @@ class _Bench:
             self._choose_ddps_bucket()
         self.ddp_memory: int | None = self._beside_ddp(measure_memory, 0, DDP, 5)
         self.rows: list[dict[str, Any]] = []
+        self.alone: list[float] = []
 
     def _choose_ddps_bucket(self) -> None:
         times = self._beside_ddp(time_ddp, 0, self.options.ddp_bucket_mb, *self.turns)
@@ -196,20 +202,23 @@ class _Bench:
         servers = FROM_SCRATCH[name.removesuffix(OVERLAPPING)].server_count
         memory = {name: self._beside_ddp(measure_memory, servers, name, 5), DDP: self.ddp_memory}
         seconds, difference, work = self._beside_ddp(time_steps, servers, name, *self.turns)
-        alone_s, ddp_s = (statistics.median(seconds[side]) for side in (ALONE, DDP))
+        self.alone += seconds[ALONE]
+        ddp_s = statistics.median(seconds[DDP])
         for side, beside in ((name, DDP), (DDP, name)):
             parts = gpu_profile.shares(work[side]) if work else {}
-            row = self._row(side, beside, seconds[side], alone_s, parts, ddp_s, memory[side], difference)
-            self.rows.append(row)
-        self.rows.append(self._row(ALONE, name, seconds[ALONE], alone_s, {}))
+            self.rows.append(self._row(side, beside, seconds[side], parts, ddp_s, memory[side], difference))
         self.work += [{"side": side, "beside": name, **each.row()} for side in work for each in work[side]]
+
+    def all_rows(self) -> list[dict[str, Any]]:
+        rows = [self._row(ALONE, ALONE, self.alone, {}), *self.rows]
+        alone_s = statistics.median(self.alone)
+        return [{**row, "efficiency": round(alone_s / statistics.median(row["all_s"]), 3)} for row in rows]
 
     def _row(
         self,
         side: str,
         beside: str,
         times: list[float],
-        alone_s: float,
         parts: dict[str, float],
         ddp_s: float | None = None,
         memory: int | None = None,
@@ -225,7 +234,7 @@ class _Bench:
             "upper_quartile_s": round(upper, 6),
             "steps_per_s": round(1 / median_s, 3),
             "times_faster_than_ddp": round(ddp_s / median_s, 3) if ddp_s else None,
-            "efficiency": round(alone_s / median_s, 3),
+            "efficiency": None,  # until everything has been timed
             "memory_bytes": memory,
             "part_of_ddps_memory": round(memory / self.ddp_memory, 3) if memory and self.ddp_memory else None,
             **{f"gpu_{part}": None if share is None else round(share, 3) for part, share in shares.items()},
