@@ -333,6 +333,7 @@ def test_the_model_has_about_the_size_asked_for(parameters: int) -> None:
         (["step", "--batch_size", "1"], "--batch_size 1: each of the 2 workers"),
         (["step", "--parameters_m", "nan"], "--parameters_m nan"),
         (["step", "--ddp_bucket_mb", "25", "0"], "--ddp_bucket_mb 0"),
+        (["step", "--bucket_mb", "1e305"], r"--bucket_mb 1e\+305: it must be > 0 and at most 1048576, a TiB"),
         (["step", "--image_side", "28"], "--image_side 28: mlp is fed with no images"),
         (["step", "--model", "vit", "--image_side", "30"], "--image_side 30: vit cannot take such images"),
         (["step", "--model", "cnn", "--image_side", "-5"], "--image_side -5: cnn cannot take such images"),

@@ -147,6 +147,7 @@ BAD = [
     ("--seed", str(2**63), "[0, 2^63)"),
     ("--bucket_mb", "0", "> 0"),
     ("--bucket_mb", "nan", "> 0"),
+    ("--bucket_mb", "1e+305", "a TiB"),
     ("--deadline_s", "0", "> 0"),
     ("--deadline_s", "inf", "at most 2,000,000 s"),
     ("--deadline_s", "10000000000.0", "at most 2,000,000 s"),

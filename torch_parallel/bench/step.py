@@ -51,7 +51,15 @@ from torch_parallel.launcher import launch
 from torch_parallel.results import RunFolder
 from torch_parallel.strategies import FROM_SCRATCH
 from torch_parallel.training.compiling import check_compiler
-from torch_parallel.training.config import DEFAULT_BUCKET_MB, DEVICES, PRECISIONS, ConfigError, OneLineParser
+from torch_parallel.training.config import (
+    A_BUCKET,
+    DEFAULT_BUCKET_MB,
+    DEVICES,
+    LARGEST_BUCKET_MB,
+    PRECISIONS,
+    ConfigError,
+    OneLineParser,
+)
 from torch_parallel.training.optimizers import OPTIMIZERS
 from torch_parallel.workloads import build_model
 
@@ -313,10 +321,11 @@ def _parse(arguments: list[str]) -> Any:
         print(line)
     if options.batch_size < options.n_gpus:
         raise ConfigError(f"--batch_size {options.batch_size}: each of the {options.n_gpus} workers needs a sample")
-    sizes = [("parameters_m", options.parameters_m), ("bucket_mb", options.bucket_mb)]
-    for name, value in sizes + [("ddp_bucket_mb", each) for each in options.ddp_bucket_mb]:
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"--{name} {value}: it must be finite and > 0")
+    if not 0 < options.parameters_m < math.inf:
+        raise ConfigError(f"--parameters_m {options.parameters_m}: it must be finite and > 0")
+    for name, value in [("bucket_mb", options.bucket_mb), *(("ddp_bucket_mb", each) for each in options.ddp_bucket_mb)]:
+        if value is not None and not 0 < value <= LARGEST_BUCKET_MB:
+            raise ConfigError(f"--{name} {value}: {A_BUCKET}")
     if options.image_side is not None:
         _check_image_side(options.model, options.image_side)
     if options.compile:
