@@ -111,17 +111,18 @@ def step_table(results_dir: str | Path = "results", bench: str = "bench_step") -
 
     Of steps on GPUs also what their profile says: how busy a GPU was, and how much of the time it exchanged.
     """
-    folders = {}
+    measured = {}
     for folder in complete(bench, results_dir):
         about = manifest(folder)
         names = ("model", "parameters", "image_side", "batch_size", "precision", "compile", "optimizer", "n")
-        folders[tuple(about[name] for name in names)] = folder
-    same_told({folder: machine_told(manifest(folder)) for folder in folders.values()})
-    on_gpus = bool(manifest(folder)["cards"])
+        measured[tuple(about[name] for name in names)] = folder, about
+    same_told({folder: machine_told(about) for folder, about in measured.values()})
+    on_gpus = bool(about["cards"])
     columns = ["model, batch, precision, optimizer, workers", "strategy", "ms a step", "DDP's", "times DDP's speed"]
     columns += ["efficiency", "part of its memory", *(["GPU busy", "exchanging"] if on_gpus else [])]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for (model, parameters, side, batch_size, precision, compiled, *others), folder in folders.items():
+    for (model, parameters, side, batch_size, precision, compiled, *others), (folder, about) in measured.items():
+        by_bucket = about["ddp_step_s_by_bucket_mb"].values()
         rows = bench_rows(folder)
         ddps = {row["beside"]: row for row in rows if row["side"] == "ddp"}
         for row in rows:
@@ -132,8 +133,7 @@ def step_table(results_dir: str | Path = "results", bench: str = "bench_step") -
             name = ", ".join(map(str, (sized, f"{parameters / 1e6:.1f} M", batch_size, precision_told, *others)))
             memory = row["part_of_ddps_memory"]
             cells = [name, row["side"], *(_step_ms(each) for each in (row, ddps[row["side"]]))]
-            if by_bucket := manifest(folder)["ddp_step_s_by_bucket_mb"]:
-                cells[-1] += f", by itself {1e3 * min(by_bucket.values()):.1f}"
+            cells[-1] += f", by itself {1e3 * min(by_bucket):.1f}" if by_bucket else ""
             cells += [f"{float(row['times_faster_than_ddp']):.3f}", _percent(row["efficiency"])]
             cells.append(f"{float(memory):.2f}" if memory else "-")
             if on_gpus:
@@ -141,16 +141,16 @@ def step_table(results_dir: str | Path = "results", bench: str = "bench_step") -
                 exchanging = [_percent(exchange_share(folder, each, row["side"])) for each in (row["side"], "ddp")]
                 cells += [f"{ours}, DDP's {theirs}" for ours, theirs in (busy, exchanging)]
             lines.append(f"| {' | '.join(cells)} |")
-    about = manifest(folder)
     sources = ", ".join(
-        f"`{each.relative_to(results_dir)}` (commit {commit_told(manifest(each))})" for each in folders.values()
+        f"`{folder.relative_to(results_dir)}` (commit {commit_told(about)})" for folder, about in measured.values()
     )
+    has_chosen = any(about["ddp_step_s_by_bucket_mb"] for _, about in measured.values())
     profiled = "Busy and exchanging: parts of profiled steps, waiting for peers included. "
     by_itself = "By itself: with the fastest of several sizes of buckets, in other processes just before. "
     note = (
         "Medians (least to largest), in turns with DistributedDataParallel in the same processes. Efficiency: what one "
         f"process takes for a worker's share of the batch, over the step. {profiled if on_gpus else ''}"
-        f"{by_itself if any('by itself' in line for line in lines) else ''}"
+        f"{by_itself if has_chosen else ''}"
         f"Memory: {'the fullest GPU' if on_gpus else 'the Pss of all processes'}. "
         f"{machine_told(about)}, {about['started'][:10]}, from {sources}."
     )
