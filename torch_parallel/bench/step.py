@@ -175,7 +175,7 @@ def bench_step(arguments: list[str]) -> None:
             # one bucket has nothing to run beside
             if "overlap" in FROM_SCRATCH[name].options and bucket_count > 1:
                 bench.compare(name + OVERLAPPING)
-    rows = bench.all_rows()
+    rows = bench.rows()
     for row in rows:
         print(_line(row))
     if bench.work:
@@ -196,8 +196,9 @@ class _Bench:
         if len(options.ddp_bucket_mb) > 1:
             self._choose_ddps_bucket()
         self.ddp_memory: int | None = self._beside_ddp(measure_memory, 0, DDP, 5)
-        self.rows: list[dict[str, Any]] = []
         self.alone: list[float] = []
+        self.timed: list[tuple[Any, ...]] = []
+        """What `_row` is made of, but for the time of one process alone, which is known when all is timed."""
 
     def _choose_ddps_bucket(self) -> None:
         times = self._beside_ddp(time_ddp, 0, self.options.ddp_bucket_mb, *self.turns)
@@ -214,16 +215,16 @@ class _Bench:
         ddp_s = statistics.median(seconds[DDP])
         for side, beside in ((name, DDP), (DDP, name)):
             parts = gpu_profile.shares(work[side]) if work else {}
-            self.rows.append(self._row(side, beside, seconds[side], parts, ddp_s, memory[side], difference))
+            self.timed.append((side, beside, seconds[side], parts, ddp_s, memory[side], difference))
         self.work += [{"side": side, "beside": name, **each.row()} for side in work for each in work[side]]
 
-    def all_rows(self) -> list[dict[str, Any]]:
-        rows = [self._row(ALONE, ALONE, self.alone, {}), *self.rows]
+    def rows(self) -> list[dict[str, Any]]:
         alone_s = statistics.median(self.alone)
-        return [{**row, "efficiency": round(alone_s / statistics.median(row["all_s"]), 3)} for row in rows]
+        return [self._row(alone_s, *timed) for timed in [(ALONE, ALONE, self.alone, {}), *self.timed]]
 
     def _row(
         self,
+        alone_s: float,
         side: str,
         beside: str,
         times: list[float],
@@ -242,7 +243,7 @@ class _Bench:
             "upper_quartile_s": round(upper, 6),
             "steps_per_s": round(1 / median_s, 3),
             "times_faster_than_ddp": round(ddp_s / median_s, 3) if ddp_s else None,
-            "efficiency": None,  # until everything has been timed
+            "efficiency": round(alone_s / median_s, 3),
             "memory_bytes": memory,
             "part_of_ddps_memory": round(memory / self.ddp_memory, 3) if memory and self.ddp_memory else None,
             **{f"gpu_{part}": None if share is None else round(share, 3) for part, share in shares.items()},
@@ -251,21 +252,19 @@ class _Bench:
         }
 
     def _beside_ddp(self, worker_function: Callable[..., Any], servers: int, *arguments: Any) -> Any:
+        """What the first worker returns. All workers of a bench have the same threads, with a server too."""
         with tempfile.TemporaryDirectory() as folder:
-            n = self.options.n_gpus + servers
-            return self._launch(worker_function, n, self.setting, *arguments, f"{folder}/store", server_count=servers)
-
-    def _launch(self, worker_function: Callable[..., Any], n: int, *arguments: Any, server_count: int = 0) -> Any:
-        """What the first worker returns. All workers of a bench have the same threads, alone and with a server too."""
-        return launch(
-            worker_function,
-            n,
-            *arguments,
-            server_count=server_count,
-            threads=threads_per_worker(self.options.n_gpus),
-            deadline_s=300,
-            device=self.device,
-        )[server_count]
+            return launch(
+                worker_function,
+                self.options.n_gpus + servers,
+                self.setting,
+                *arguments,
+                f"{folder}/store",
+                server_count=servers,
+                threads=threads_per_worker(self.options.n_gpus),
+                deadline_s=300,
+                device=self.device,
+            )[servers]
 
 
 def _setting(options: Any, device: str) -> Setting:
