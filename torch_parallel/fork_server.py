@@ -161,11 +161,11 @@ def pid() -> int | None:
 def kill() -> None:
     """Ends the server, stopped or not, and sees it gone; the next start makes a new one."""
     server = pid()
-    if server is None or sys.platform != "linux":
+    if server is None:
         return
     with contextlib.suppress(ProcessLookupError):  # another thread may have found it dead
         os.kill(server, signal.SIGKILL)
-        wait_until_gone()
+    wait_until_gone()
 
 
 def wait_until_gone() -> None:
