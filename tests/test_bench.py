@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from figures import figures
 
 from torch_parallel import bench, launch
-from torch_parallel.bench import collectives, compare, gpu, mpi, operations, sides, step
+from torch_parallel.bench import collectives, compare, gpu, mpi, operations
 from torch_parallel.bench.collectives import Timing
-from torch_parallel.bench.sides import PlainSide, Setting
 from torch_parallel.collectives import ALL_REDUCE
 from torch_parallel.communicator import Communicator
 from torch_parallel.devices import DeviceError
 from torch_parallel.training.config import ConfigError
-
-KINDS = ("ring_all_reduce", "two_shot_in_place", "param_server", "sharded_param_server")
-
-
-def figures(results_dir: Path) -> tuple[list[dict[str, str]], dict[str, Any]]:
-    """bench.csv and manifest.json of the only folder."""
-    (folder,) = results_dir.iterdir()
-    with open(folder / "bench.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    return rows, json.loads((folder / "manifest.json").read_text())
 
 
 def test_a_row_by_hand() -> None:
@@ -186,134 +174,6 @@ def test_an_epoch_beside_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert ratio is not None
     assert float(ratio[1]) == pytest.approx(medians[0] / medians[1], abs=1e-3)
     assert float(ratio[2]) == pytest.approx(manifest["difference_of_parameters"], rel=0.1)
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_steps_beside_ddp(optimizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A server too, which is one process more. The sides train the same: their parameters differ by rounding."""
-    bench.main(
-        ["step", "--strategy", *KINDS, "--parameters_m", "0.1", "--steps", "2", "--repeats", "3"]
-        + ["--device", "cpu", "--n_gpus", "2"]
-        + ["--optimizer", optimizer, "--batch_size", "5", "--results_dir", str(tmp_path)]
-    )
-    (alone, *rows), manifest = figures(tmp_path)
-    assert (alone["side"], float(alone["efficiency"])) == ("one process", 1)
-    assert alone["times_faster_than_ddp"] == alone["memory_bytes"] == alone["difference_of_parameters"] == ""
-    times_alone = json.loads(alone["all_s"])
-    assert len(times_alone) == 3 * len(KINDS) and min(times_alone) > 0
-    assert [(row["side"], row["beside"]) for row in rows] == [
-        pair for name in KINDS for pair in ((name, "ddp"), ("ddp", name))
-    ]
-    assert 95_000 < manifest["parameters"] < 105_000
-    assert (manifest["status"], manifest["n"]) == ("completed", 2)
-    output = capsys.readouterr().out.splitlines()
-    assert [line.partition("  ")[0] for line in output[1:-1]] == [row["side"] for row in (alone, *rows)]
-    for ours, theirs, lines in zip(rows[::2], rows[1::2], zip(output[2::2], output[3::2], strict=False), strict=True):
-        for row, line in zip((ours, theirs), lines, strict=True):
-            times = json.loads(row["all_s"])
-            assert len(times) == 3 and min(times) > 0
-            assert float(row["median_s"]) == pytest.approx(sorted(times)[1], abs=1e-6)
-            assert float(row["steps_per_s"]) == pytest.approx(1 / sorted(times)[1], rel=1e-3)
-            assert float(row["difference_of_parameters"]) < 1e-4
-            efficiency = float(alone["median_s"]) / float(row["median_s"])
-            assert float(row["efficiency"]) == pytest.approx(efficiency, abs=2e-3)
-            assert f"{float(row['times_faster_than_ddp']):.2f} x ddp" in line
-            if sys.platform == "linux":
-                assert 2**20 < int(row["memory_bytes"]) < 2**34
-        ratio = float(theirs["median_s"]) / float(ours["median_s"])
-        assert float(ours["times_faster_than_ddp"]) == pytest.approx(ratio, rel=1e-2)
-        assert float(theirs["times_faster_than_ddp"]) == float(theirs["part_of_ddps_memory"] or 1) == 1
-
-
-def test_one_process_alone_is_the_fullest_worker_with_its_samples() -> None:
-    """Of 5 samples 3; the server and the second worker wait."""
-    setting = Setting(parameters=1000, batch_size=5, optimizer="sgd")
-
-    def samples_of_a_step(communicator: Communicator) -> int:
-        side = PlainSide(communicator, setting)
-        side.step()
-        return 0 if side.idle else len(side.targets)
-
-    assert launch(samples_of_a_step, 3, server_count=1, deadline_s=20) == [0, 3, 0]
-
-
-def test_each_side_follows_the_other_one_as_often_as_itself(tmp_path: Path) -> None:
-    """And nobody follows the one process alone, during whose steps the other workers' processors cool down."""
-    setting = Setting(parameters=1000, batch_size=5, optimizer="sgd")
-
-    def turns(communicator: Communicator) -> list[str]:
-        log: list[str] = []
-        for side, name in ((sides.OurSide, "ours"), (sides.PlainSide, "alone"), (sides.DdpSide, "ddp")):
-            side.step = lambda self, name=name: log.append(name)  # type: ignore[method-assign,misc]
-        step.time_steps(communicator, setting, "ring_all_reduce", 1, 3, str(tmp_path / "store"))
-        return log[::2]  # each turn is a step to warm up and the one that is timed
-
-    mirrored = ["ours", "ddp", "ddp", "ours"]
-    assert launch(turns, 1, deadline_s=60) == [["alone"] * 3 + 2 * mirrored + ["alone"] * 2]
-
-
-def test_what_can_exchange_during_backward_does_so_too_if_there_are_several_buckets(tmp_path: Path) -> None:
-    bench.main(
-        ["step", "--strategy", "ring_all_reduce", "sharded_param_server", "--parameters_m", "0.1", "--steps", "1"]
-        + ["--repeats", "1", "--device", "cpu", "--n_gpus", "2", "--bucket_mb", "0.1", "--results_dir", str(tmp_path)]
-    )
-    ours = [row["side"] for row in figures(tmp_path)[0] if row["beside"] == "ddp"]
-    assert ours == ["ring_all_reduce", "ring_all_reduce, overlapping", "sharded_param_server"]
-
-
-def test_both_sides_drop_the_same_out(tmp_path: Path) -> None:
-    """So parameters of mobilenet_v2, which drops a fifth of its features, may differ by rounding alone."""
-    bench.main(
-        ["step", "--strategy", "ring_all_reduce", "--model", "mobilenet_v2", "--image_side", "32", "--steps", "1"]
-        + ["--repeats", "1", "--device", "cpu", "--n_gpus", "2", "--batch_size", "4", "--results_dir", str(tmp_path)]
-    )
-    assert all(float(row["difference_of_parameters"]) < 1e-6 for row in figures(tmp_path)[0][1:])
-
-
-def test_ddp_gets_the_bucket_that_it_is_fastest_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bench.main(
-        ["step", "--strategy", "ring_all_reduce", "--parameters_m", "0.1", "--steps", "1", "--repeats", "2"]
-        + ["--device", "cpu", "--n_gpus", "2", "--ddp_bucket_mb", "25", "0.05", "--results_dir", str(tmp_path)]
-    )
-    rows, manifest = figures(tmp_path)
-    times = {float(mb): seconds for mb, seconds in manifest["ddp_step_s_by_bucket_mb"].items()}
-    assert times.keys() == {25, 0.05}
-    fastest = min(times, key=lambda mb: times[mb])
-    assert manifest["ddp_bucket_mb"] == fastest and {float(row["ddp_bucket_mb"]) for row in rows} == {fastest}
-    assert f"in a bucket; beside ours it has {fastest:g}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("gpus", "chosen"), [(0, (2, "cpu")), (1, (2, "cpu")), (4, (4, "cuda"))])
-def test_without_arguments_it_takes_what_train_py_takes(
-    gpus: int, chosen: tuple[int, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    options = step._parse([])
-    assert (options.n_gpus, options.device) == chosen
-    assert ("training on the CPU with 2 processes" in capsys.readouterr().out) == (chosen[1] == "cpu")
-
-
-def test_how_far_two_models_are_apart() -> None:
-    """Parameters (3, 4 | 0) and (3, 4 | 1): 1 apart, of a norm of sqrt(26)."""
-    models = [torch.nn.Linear(2, 1) for _ in range(2)]
-    for model, bias in zip(models, (0.0, 1.0), strict=True):
-        torch.nn.init.constant_(model.bias, bias)
-        model.weight.data = torch.tensor([[3.0, 4.0]])
-    assert sides.difference_of(*models) == pytest.approx(1 / 26**0.5)
-    assert sides.difference_of(models[0], models[0]) == 0
-    for parameter in models[0].parameters():
-        torch.nn.init.zeros_(parameter)
-    assert sides.difference_of(models[0], models[0]) == 0
-
-
-@pytest.mark.parametrize("parameters", [1_000, 100_000, 25_000_000])
-def test_the_model_has_about_the_size_asked_for(parameters: int) -> None:
-    """To half a neuron of each hidden layer, which is 784 + 2 h parameters more or less."""
-    with torch.device("meta"):
-        model = step.Setting(parameters, 8, "sgd").make_model()
-    sizes = [each.numel() for each in model.parameters()]
-    width = sizes[1]
-    assert abs(sum(sizes) - parameters) <= 784 + 4 * width + 20
 
 
 @pytest.mark.parametrize(
