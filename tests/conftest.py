@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import cloudpickle
 import pytest
 
+from torch_parallel import fork_server, launch
+
 
 @pytest.fixture(autouse=True, scope="module")
 def send_this_module_by_value(request: pytest.FixtureRequest) -> Iterator[None]:
@@ -34,3 +36,19 @@ def handlers() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def light_server() -> Iterator[None]:
+    """Servers that are started anew in a module's tests need not be ready for training; what comes after them needs one
+    that is, or each of its workers would import what training takes, for two seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_server, "PRELOAD", ["torch_parallel.lifeline", "torch_parallel.worker"])
+        yield
+    fork_server.kill()
+
+
+@pytest.fixture
+def started(light_server: None) -> None:
+    """Torch's import in the fork server is not part of what is timed."""
+    launch(lambda communicator: None, 1, deadline_s=20.0)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from fork_servers import fork_server_pid, workers_alive
 
 from torch_parallel import fork_server, launcher, worker_process
 from torch_parallel.communicator import Communicator
@@ -29,13 +30,6 @@ LIMIT_S = 20.0  # no wait of these workers is longer
 
 def add_up(communicator: Communicator, base: float, factor: int = 1) -> list[float]:
     return communicator.all_reduce(torch.full((3,), base + factor * communicator.rank)).tolist()
-
-
-def workers_alive() -> list[int]:
-    """The processes that the fork server has started and that have not ended."""
-    server: Any = multiprocessing.forkserver._forkserver
-    path = Path(f"/proc/{server._forkserver_pid}/task/{server._forkserver_pid}/children")
-    return [int(pid) for pid in path.read_text().split()]
 
 
 def assert_nothing_runs(limit_s: float = 5.0) -> None:
@@ -485,8 +479,7 @@ def test_descriptors_and_processes_after_twenty_runs() -> None:
         else:
             launch(add_up, 2, 1.0, deadline_s=LIMIT_S, signal_pipes=number % 2 == 0, shared={"x": torch.ones(9)})
         assert_nothing_runs()
-        server: Any = multiprocessing.forkserver._forkserver
-        return open_descriptors(), open_descriptors(server._forkserver_pid)
+        return open_descriptors(), open_descriptors(fork_server_pid())
 
     first = launch_and_count(0)
     assert [launch_and_count(number) for number in range(20)] == [first] * 20
