@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from torch_parallel.gradients import buckets
-from torch_parallel.gradients.buckets import Bucket, cut_into_buckets, in_memory_order, views_of
+from torch_parallel.gradients.buckets import Bucket, cut_into_buckets
+from torch_parallel.gradients.layout import in_memory_order, views_of
 from torch_parallel.transport.buffer import SharedBuffer
 
 

@@ -26,7 +26,7 @@ from transports import gpu_memory_falls_to, gpu_memory_mb
 from torch_parallel import Communicator, WorkerFailure, launch
 from torch_parallel.collectives import COLLECTIVES, RING_ALL_REDUCE, Collective, broadcast_from, reduce_to
 from torch_parallel.collectives.schedule import Receive, Rounds, Send
-from torch_parallel.gradients.buckets import NamedParameters
+from torch_parallel.gradients.layout import NamedParameters
 from torch_parallel.strategies import ASYNCHRONOUS, FROM_SCRATCH, STRATEGIES, FromScratch
 from torch_parallel.topology import Topology
 from torch_parallel.transport import cuda_ipc

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from torch_parallel.communicator import Communicator
-from torch_parallel.gradients.buckets import NamedParameters
+from torch_parallel.gradients.layout import NamedParameters
 from torch_parallel.strategies import FROM_SCRATCH
 from torch_parallel.strategies.builtin import at_its_best
 from torch_parallel.strategies.shares import shard

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torch_parallel.communicator import Communicator
-from torch_parallel.gradients.buckets import NamedParameters
+from torch_parallel.gradients.layout import NamedParameters
 from torch_parallel.status import UPDATING
 from torch_parallel.strategies import optimizer_state
 from torch_parallel.strategies.replicas import give_everyone_the_same

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_parallel.communicator import Communicator
-from torch_parallel.gradients.buckets import NamedParameters
 from torch_parallel.gradients.finite import NamedCheck, NotFinite, first_not_finite
+from torch_parallel.gradients.layout import NamedParameters
 from torch_parallel.strategies.base import OptimizerFactory, Strategy
 
 SAMPLED_EVERY = 10

@@ -31,8 +31,9 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from torch_parallel.collectives import RING_ALL_REDUCE
-from torch_parallel.gradients.buckets import Bucket, NamedParameters, cut_into_buckets
+from torch_parallel.gradients.buckets import Bucket, cut_into_buckets
 from torch_parallel.gradients.finite import FiniteCheck
+from torch_parallel.gradients.layout import NamedParameters
 from torch_parallel.gradients.pipeline import Pipeline
 from torch_parallel.status import EXCHANGING
 from torch_parallel.strategies.base import OptimizerFactory, Strategy

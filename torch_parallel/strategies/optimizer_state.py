@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torch_parallel.gradients.buckets import NamedParameters
+from torch_parallel.gradients.layout import NamedParameters
 
 Optimized = Iterable[tuple[NamedParameters, Optimizer]]
 States = dict[str, dict[str, Any]]

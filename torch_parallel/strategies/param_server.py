@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 import torch
 
 from torch_parallel.collectives import broadcast_from, reduce_to
-from torch_parallel.gradients.buckets import Bucket, views_of
+from torch_parallel.gradients.buckets import Bucket
+from torch_parallel.gradients.layout import views_of
 from torch_parallel.strategies.from_scratch import FromScratch
 from torch_parallel.transport.buffer import SharedBuffer
 

@@ -36,7 +36,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from torch_parallel.collectives import ALL_REDUCE, DIRECT_ALL_GATHER, DIRECT_REDUCE_SCATTER, RING_ALL_GATHER
 from torch_parallel.collectives.schedule import chunk_bounds
-from torch_parallel.gradients.buckets import Bucket, NamedParameters, in_memory_order, laid_out, views_of
+from torch_parallel.gradients.buckets import Bucket
+from torch_parallel.gradients.layout import NamedParameters, in_memory_order, laid_out, views_of
 from torch_parallel.strategies import optimizer_state
 from torch_parallel.strategies.base import OptimizerFactory
 from torch_parallel.strategies.from_scratch import FromScratch, norm_of

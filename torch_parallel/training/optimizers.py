@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torch_parallel.gradients.buckets import NamedParameters
+from torch_parallel.gradients.layout import NamedParameters
 
 # fused=True: one pass over parameters, gradients and state, on the CPU too
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
