@@ -161,6 +161,19 @@ class Communicator:
             pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(buffer.parts, sizes.tolist(), strict=True)
         ]
 
+    def broadcast_object(self, thing: Any, root: int = 0) -> Any:
+        """Rank `root`'s picklable `thing`, on all ranks. All ranks call it; what the others pass does not count."""
+        self._check_root(root)
+        if self.world_size == 1:
+            return thing
+        data = pickle.dumps(thing) if self.rank == root else b""
+        size = int(self.broadcast(torch.tensor(len(data)), root))
+        flat = torch.zeros(size, dtype=torch.uint8, device="cpu")
+        if self.rank == root:
+            flat.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self.broadcast(flat, root)
+        return thing if self.rank == root else pickle.loads(flat.numpy().tobytes())
+
     def report(self, message: Any) -> None:
         """Sends a picklable message to `on_message` of the launcher."""
         self.status.beat()

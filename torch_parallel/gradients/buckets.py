@@ -75,6 +75,7 @@ class Bucket:
         self._awaited: set[int] = set()  # positions whose gradients the last backward of the step has not made yet
         self._on_complete: Callable[[Bucket], None] | None = None
         self._has_left = False
+        self._closed = False
         for position, (_, parameter) in enumerate(parameters):
             if parameter in _HOOKS:
                 _HOOKS[parameter].remove()
@@ -102,7 +103,7 @@ class Bucket:
         """Ready for a new step: no parameter has a gradient. The transport must be settled: peers read this memory."""
         self._used.clear()
         self._loose.clear()
-        self._on_complete, self._has_left = None, False
+        self._on_complete, self._has_left, self._closed = None, False, False
         self._hold(self.flat)
         for _, parameter in self.parameters:
             parameter.grad = None
@@ -115,6 +116,16 @@ class Bucket:
         """It is complete, and from now on, until `zero`, no gradient may come: it is being exchanged."""
         self.complete()
         self._on_complete, self._has_left = None, True
+
+    def close(self, still_read: bool) -> None:
+        """The step is over: gradients that come before the next `zero` are nobody's, as in torch before `zero_grad`.
+
+        Where peers may go on reading the memory of the `.grad`s, they are taken out of it: autograd would add to them.
+        """
+        self._closed = True
+        if still_read:
+            for _, parameter in self.parameters:
+                parameter.grad = None
 
     def complete(self) -> None:
         """All gradients are in their views; what this rank has not used has zeros, and not the last step's."""
@@ -163,6 +174,8 @@ class Bucket:
 
     def _accumulated(self, position: int, parameter: Tensor) -> None:
         """What autograd made anew, in a step's first micro-batch and where somebody cleared .grad, goes to the view."""
+        if self._closed:
+            return
         if self._has_left:
             raise RuntimeError(
                 f"parameter {self.parameters[position][0]} got a gradient twice in one backward, after the first had "

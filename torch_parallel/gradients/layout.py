@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -45,3 +46,58 @@ def without_gaps(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def written_once(tensor: Tensor) -> Tensor:
+    """A view that has the first element of each expanded dimension: what is written there, the whole tensor holds."""
+    for dim, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def lies_over_itself(tensor: Tensor) -> bool:
+    """Whether elements may have one place in memory, as those of an expanded tensor have, or of sliding windows."""
+    reached = 0  # how far the dimensions with smaller strides reach
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reached:
+                return True
+            reached += stride * (size - 1)
+    return False
+
+
+def canonical_strides(tensor: Tensor) -> list[int]:
+    """Its strides, but 0 for a dimension of at most one element, where they mean nothing."""
+    return [stride if size > 1 else 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage have a byte in common."""
+    if not one.numel() or not other.numel():
+        return False
+    first, second = _range(one), _range(other)
+    if first.stop <= second.start or second.stop <= first.start:
+        return False
+    if without_gaps(one) and without_gaps(other):
+        return True
+    # columns of one table, say: marked byte by byte, which is exact
+    start, stop = min(first.start, second.start), max(first.stop, second.stop)
+    return bool((_marks(one, start, stop) & _marks(other, start, stop)).any())
+
+
+def _range(tensor: Tensor) -> range:
+    """The bytes of the storage from its first element to its last."""
+    start = tensor.storage_offset()
+    last = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return range(start * tensor.itemsize, (last + 1) * tensor.itemsize)
+
+
+def _marks(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """For each byte of the storage from `start` to `stop` whether the tensor has it."""
+    marks = torch.zeros(stop - start, dtype=torch.bool, device="cpu")
+    tensor, size = written_once(tensor), tensor.itemsize
+    offset = tensor.storage_offset() * size - start
+    strides = [stride * size for stride in tensor.stride()]
+    marks.as_strided([*tensor.shape, size], [*strides, 1], offset).fill_(True)
+    return marks

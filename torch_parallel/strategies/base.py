@@ -20,10 +20,13 @@ from torch_parallel.communicator import Communicator
 from torch_parallel.gradients.layout import NamedParameters
 from torch_parallel.status import UPDATING
 from torch_parallel.strategies import optimizer_state
+from torch_parallel.strategies.model_check import check_model, make_dense
 from torch_parallel.strategies.replicas import give_everyone_the_same
 from torch_parallel.strategies.shares import Share, synchronous_shares
 from torch_parallel.strategies.stopwatch import Stopwatch
 from torch_parallel.strategies.tally import Tally
+from torch_parallel.strategies.undo import BufferValues
+from torch_parallel.strategies.watch import Watch
 
 OptimizerFactory = Callable[[NamedParameters], Optimizer]
 
@@ -31,8 +34,8 @@ OptimizerFactory = Callable[[NamedParameters], Optimizer]
 class Strategy(ABC):
     """One rank's part in keeping the replicas equal: what the training loop calls.
 
-    Set-up gives all ranks rank 0's parameters and buffers. Raises TransportError naming the first parameter or buffer
-    in which the ranks' models differ.
+    Set-up gives all ranks rank 0's parameters and buffers. Raises UnsupportedModel for a model that would not train as
+    in one process, and TransportError naming the first parameter or buffer in which the ranks' models differ.
     """
 
     server_count: ClassVar[int] = 0
@@ -40,6 +43,8 @@ class Strategy(ABC):
     """Fields of the run's configuration that this strategy is made with, beside those that all have."""
     common_parameters: ClassVar[bool] = False
     """Whether the parameters of all ranks are one memory, where ranks have memory in common."""
+    moves_parameters: ClassVar[bool] = False
+    """Whether it gives the parameters other memory than they came with."""
     common_sums: ClassVar[bool] = False
     """Whether all ranks read the sums of the gradients in one memory, which nobody may write."""
     through_host: ClassVar[bool] = False
@@ -64,6 +69,8 @@ class Strategy(ABC):
         self.last_norm: float | None = None
         """With clipping, the norm of the last step's whole mean gradient, on the ranks that update."""
         self.skipped_steps = 0
+        self.step_was_skipped = False
+        """Whether the last step was, as far as this rank knows; then its buffers are those of before."""
         self.tally: Tally | None = None
         """Of this epoch, where the server may go on without some workers; it counts on the server alone."""
         self.on_update: Callable[[int, float, float], None] | None = None
@@ -81,7 +88,25 @@ class Strategy(ABC):
         """Steps whose exchange was timed, where torch does that now and then; None where all are."""
         self.update_clock = Stopwatch(communicator.device)
         self.optimizers: list[Optimizer] = []
+        alone = communicator.world_size == 1
+        moves = type(self).__name__ if self.moves_parameters else None
+        check_model(model, alone=alone, in_process_group=self._in_process_group, moves=moves)
+        make_dense(model)
+        communicator.transport.agree(f"train by {type(self).__name__}, {self._settings}")
         give_everyone_the_same(model, communicator)
+        self.watch = Watch(model, alone)
+        self._before_step = BufferValues(model) if skip_not_finite else None
+
+    @property
+    def _settings(self) -> str:
+        """What must be alike on all ranks, and is not the model's."""
+        clip = f"clip_norm={self.clip_norm}, skip_not_finite={self.skip_not_finite}"
+        return f"bucket_bytes={self.bucket_bytes}, {clip}"
+
+    @property
+    def _in_process_group(self) -> bool:
+        """Whether layers that exchange by themselves, such as SyncBatchNorm, find a process group of torch."""
+        return False
 
     @staticmethod
     def process_count(n: int) -> int:
@@ -140,9 +165,11 @@ class Strategy(ABC):
         """Whether a clock of the host or of the computing stream does not see updates."""
         return False
 
-    @abstractmethod
     def begin_step(self) -> None:
-        """Clears the gradients."""
+        """Clears the gradients. Raises UnsupportedModel for a parameter that was frozen and is not any more."""
+        self.watch.begin_step()
+        if self._before_step is not None:
+            self._before_step.keep()
 
     def synchronising(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of one micro-batch; `last` says whether it is the last one of its step."""
@@ -151,6 +178,12 @@ class Strategy(ABC):
     @abstractmethod
     def step(self) -> None:
         """Makes of the gradients on all ranks the next parameters on all ranks. Raises NotFinite."""
+
+    def _end_step(self, skipped: bool) -> None:
+        """A step that is skipped leaves the buffers as they were before it."""
+        self.step_was_skipped = skipped
+        if skipped and self._before_step is not None:
+            self._before_step.restore()
 
     def confirm(self) -> None:
         """Returns when all that the steps have enqueued is done. Raises NotFinite."""

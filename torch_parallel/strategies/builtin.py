@@ -46,11 +46,15 @@ class Builtin(Strategy):
         return [(self.parameters, self.optimizers[0])]
 
     def begin_step(self) -> None:
+        super().begin_step()
         self.optimizers[0].zero_grad()
 
     def step(self) -> None:
+        self.watch.look()
         with self._updating(0):
+            skipped_before = self.skipped_steps
             self._step()
+        self._end_step(skipped=self.skipped_steps > skipped_before)
 
     def _step(self) -> None:
         gradients = [(name, each.grad) for name, each in self.parameters if each.grad is not None]
@@ -86,6 +90,10 @@ class DistributedDataParallelStrategy(Builtin):
 
     options = ("accumulate",)
     every_rank_computes = True  # each of them waits for all others during backward
+
+    @property
+    def _in_process_group(self) -> bool:
+        return self.communicator.device.type == "cuda"  # where torch's SyncBatchNorm works
 
     def __init__(self, *arguments: Any, accumulate: int = 1, **options: Any) -> None:
         super().__init__(*arguments, **options)

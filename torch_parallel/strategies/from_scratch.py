@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from torch_parallel.collectives import RING_ALL_REDUCE
 from torch_parallel.gradients.buckets import Bucket, cut_into_buckets
-from torch_parallel.gradients.finite import FiniteCheck
+from torch_parallel.gradients.finite import FiniteCheck, first_not_finite
 from torch_parallel.gradients.layout import NamedParameters
 from torch_parallel.gradients.pipeline import Pipeline
 from torch_parallel.status import EXCHANGING
@@ -67,7 +67,6 @@ class FromScratch(Strategy):
         if overlap and "overlap" not in self.options:
             raise ValueError(f"{type(self).__name__} exchanges nothing before backward is over: leave overlap out")
         groups = cut_into_buckets(model.named_parameters(), sys.maxsize if self.one_bucket else self.bucket_bytes)
-        self._frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
         self.buckets = [
             Bucket(index, group, self.transport.share, self._before_gradients) for index, group in enumerate(groups)
         ]
@@ -110,16 +109,8 @@ class FromScratch(Strategy):
         return [{"bytes": bucket.gradients.nbytes} for bucket in self.buckets]
 
     def begin_step(self) -> None:
-        """Clears the gradients, once no peer reads the last step's any more.
-
-        Raises RuntimeError for a parameter that was frozen at set-up and is not any more: nobody would exchange it.
-        """
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise RuntimeError(
-                    f"parameter {name} was frozen when the strategy was made and is trainable now: unfreeze it before, "
-                    "or make a new strategy"
-                )
+        """Clears the gradients, once no peer reads the last step's any more. Raises UnsupportedModel as all do."""
+        super().begin_step()
         self._pipeline.begin_step()
         self._settle()
         for bucket in self.buckets:
@@ -131,22 +122,39 @@ class FromScratch(Strategy):
     def step(self) -> None:
         """Exchanges all gradients, unless they overlapped with backward, and updates all parameters.
 
+        Raises UnsupportedModel where forward or backward wrote a parameter, and for one that was added or replaced.
         Without overlap, and but on GPUs, raises NotFinite before anything is exchanged, unless such steps are to be
         skipped. On GPUs backward, or this, raises NotFinite, `late`, for the step before.
         """
+        self.watch.look()
         self._before_gradients()
         if not self.overlap and not self.skip_not_finite:
             self._stop_if_not_finite()
         with self._waiting_for_background():
             self._pipeline.finish()
+        scale: float | None = 1.0
         if not self._bucket_by_bucket:
             scale = self._agreed_scale()
             for bucket in self.buckets:
                 self.update(bucket, scale)
         self._finite.end_step()
+        self._end_step(skipped=self._is_skipped(scale))
         if self._order_buffer is not None:
             self._agree_on_order(self._order_buffer)
             self._order_buffer = None
+
+    def _end_step(self, skipped: bool) -> None:
+        super()._end_step(skipped)
+        for bucket in self.buckets:
+            bucket.close(still_read=self._is_read_later(bucket))
+
+    def _is_read_later(self, bucket: Bucket) -> bool:
+        """Whether peers may still read, after a step, the memory in which the bucket's `.grad`s lie."""
+        return self._sums_are_common(bucket)
+
+    def _is_skipped(self, scale: float | None) -> bool:
+        """Whether all ranks skip this step, where this one has agreed on that scale."""
+        return scale is None
 
     def _agree_on_order(self, buffer: SharedBuffer) -> None:
         """From now on buckets leave in the order in which backward has just completed them, on the mean of all ranks.
@@ -176,13 +184,16 @@ class FromScratch(Strategy):
         return self.clip_norm is None and not self.skip_not_finite
 
     def _exchange(self, bucket: Bucket) -> None:
-        if self.overlap and not self.skip_not_finite:
-            self._look_at_own(bucket)
+        if self.overlap:
+            self.watch.look_at(bucket.parameters)
+            if not self.skip_not_finite:
+                self._look_at_own(bucket)
         self.reduce(bucket)
         if self._bucket_by_bucket:
             self.update(bucket)
             if self.overlap:  # neither fused optimizers nor a pull do so, and backward is to find out if it needs them
                 increment_version(parameter for _, parameter in bucket.parameters)
+                self.watch.accept(bucket.parameters)
 
     def _settle(self) -> None:
         """Returns when the gradients of this step may be written."""
@@ -197,6 +208,12 @@ class FromScratch(Strategy):
     def _stop_if_not_finite(self) -> None:
         for bucket in self.buckets:
             self._look_at_own(bucket)
+
+    def _own_are_finite(self) -> bool:
+        """Whether all gradients of this rank are, for a strategy whose ranks do not learn of each other's."""
+        for bucket in self.buckets:
+            bucket.complete()
+        return all(first_not_finite(bucket.named_views()) is None for bucket in self.buckets)
 
     def _look_at_own(self, bucket: Bucket) -> None:
         bucket.complete()

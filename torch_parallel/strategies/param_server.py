@@ -31,9 +31,11 @@ class ParamServer(FromScratch):
 
     options: ClassVar[tuple[str, ...]] = ("overlap",)
     server_count = 1
+    moves_parameters = True
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._verdict = self.transport.share(1, torch.float32) if self.skip_not_finite else None
         self.parameters = [self._share_parameters(bucket) for bucket in self.buckets]
 
     @property
@@ -51,6 +53,16 @@ class ParamServer(FromScratch):
             self._optimize(bucket, scale)
         with self._exchanging():
             self._pull(bucket)
+
+    def _is_skipped(self, scale: float | None) -> bool:
+        """Only the server sees the sum of gradients: it tells the workers whether it was finite."""
+        if self._verdict is None:
+            return False
+        if self.updates_here:
+            self._verdict.local.fill_(float(scale is None))
+        with self._exchanging():
+            self.transport.perform(PULL, self._verdict, "whether the step is skipped")
+        return bool(self._verdict.local.item())
 
     def _pull(self, bucket: Bucket) -> None:
         if self.updates_here:

@@ -48,6 +48,8 @@ class ParamServerBounded(ParamServer):
         self._versions = [self._version_slots(bucket) for bucket in self.buckets]
         self._pulled = self.transport.share(self._slots, torch.int64)
         """The version on which the gradient in each slot was worked out."""
+        self._skipped = self.transport.share(self._slots, torch.int64)
+        """By the version in each slot, on the server, whether the step that would have made it was skipped."""
         self._step = 0  # done by this rank
         self._version = 0  # of the parameters that it holds
 
@@ -84,15 +86,27 @@ class ParamServerBounded(ParamServer):
         else:
             self._step += 1
             self._catch_up(self._step - self.staleness)
+            if self._version == self._step and self._skipped.parts[SERVER][self._version % self._slots]:
+                self._end_step(skipped=True)
 
     def _count(self, applied: bool) -> None:
         self.tally.updates += applied
         for worker in range(self.communicator.first_worker, self.communicator.world_size):
             self.tally.count(self._step - int(self._pulled.parts[worker][self._step % self._slots]))
 
+    def _is_skipped(self, scale: float | None) -> bool:
+        """A worker learns of its step here only if it waits for it; else it knows of its own gradients alone."""
+        if self.updates_here:
+            return scale is None
+        return self.skip_not_finite and not self._own_are_finite()
+
+    def _is_read_later(self, bucket: Bucket) -> bool:
+        return True
+
     def _publish(self) -> None:
         """The server's parameters become the next version, and nobody is waited for."""
         self._version += 1
+        self._skipped.local[self._version % self._slots] = self.step_was_skipped
         with self._exchanging():
             for bucket in self.buckets:
                 self._offer(bucket)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_parallel.communicator import Communicator
+from torch_parallel.gradients.layout import canonical_strides, written_once
 
-PIECE_ELEMENTS = 1 << 20
+PIECE_BYTES = 4 << 20
 """So many are broadcast at a time: the memory for it is kept, and need not be as large as the model."""
 
 
@@ -18,27 +20,102 @@ class ReplicasDiffer(RuntimeError):
 
 
 def give_everyone_the_same(model: nn.Module, communicator: Communicator) -> None:
-    """Compares names, shapes and dtypes over the ranks, then gives all ranks rank 0's parameters and buffers.
+    """Compares the models of all ranks, then gives all ranks rank 0's parameters and buffers, and its extra state.
 
-    Raises TransportError naming the first tensor that differs.
+    Raises TransportError naming the first tensor that differs in name, shape, dtype, layout or in being trainable, and
+    where modes or the keys of `state_dict()` differ.
     """
     tensors = list(model.named_parameters()) + list(model.named_buffers())
     for name, tensor in tensors:
-        trainable = " (trainable)" if tensor.requires_grad else ""
-        communicator.transport.agree(f"set up {name[:120]} {list(tensor.shape)} {tensor.dtype}{trainable}")
-    communicator.transport.agree(f"set up a model of {len(tensors)} tensors")
+        communicator.transport.agree(f"set up {name[:120]} {list(tensor.shape)} {_kind_of(tensor)}")
+    evaluating = [name or "the model" for name, module in model.named_modules() if not module.training]
+    entries = len(model.state_dict(keep_vars=True))
+    modes = f"in eval mode: {', '.join(evaluating)}" if evaluating else "all in training mode"
+    communicator.transport.agree(f"set up a model of {len(tensors)} tensors, {entries} entries, {modes}")
     broadcast_all([tensor for _, tensor in tensors], communicator, root=0)
+    _share_extra_state(model, communicator, root=0)
+
+
+def _kind_of(tensor: Tensor) -> str:
+    trainable = " (trainable)" if tensor.requires_grad else ""
+    layout = "" if tensor.is_contiguous() else f" strides {canonical_strides(tensor)}"
+    return f"{tensor.dtype}{trainable}{layout}"
 
 
 def broadcast_all(tensors: list[Tensor], communicator: Communicator, root: int) -> None:
-    """Replaces every tensor by rank `root`'s, those of one dtype together."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        same = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.reshape(-1) for tensor in same])
-        for piece in flat.split(PIECE_ELEMENTS):
-            communicator.broadcast(piece, root)
-        for tensor, values in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
-            tensor.copy_(values.view(tensor.shape))
+    """Replaces every tensor, of whatever dtype, by rank `root`'s: its bytes, those of all tensors one after another."""
+    # Large elements first: then each tensor begins at a multiple of its elements' size.
+    targets = sorted((written_once(tensor.detach()) for tensor in tensors), key=lambda each: -each.itemsize)
+    if not targets:
+        return
+    flat = torch.cat([_bytes_of(target) for target in targets])
+    for piece in flat.split(PIECE_BYTES):
+        communicator.broadcast(piece, root)
+    parts = flat.split([target.numel() * target.itemsize for target in targets])
+    for target, part in zip(targets, parts, strict=True):
+        target.copy_(part.view(target.dtype).view(target.shape))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """A copy of its elements in the order of their indices, as bytes, [numel * itemsize]."""
+    return tensor.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+
+
+def share_state(model: nn.Module, communicator: Communicator, root: int) -> None:
+    """Gives all ranks what forward may have written on rank `root`: buffers, those made since set-up too, and what
+    modules return by `get_extra_state`."""
+    own = {name: (buffer.dtype, list(buffer.shape)) for name, buffer in model.named_buffers()}
+    adopt_buffers(model, communicator.broadcast_object(own, root))
+    broadcast_all(list(model.buffers()), communicator, root)
+    _share_extra_state(model, communicator, root)
+
+
+def adopt_buffers(model: nn.Module, wanted: dict[str, tuple[torch.dtype, list[int]]]) -> None:
+    """Afterwards the model has the buffers of these names, dtypes and shapes, and no others; new ones hold anything."""
+    device = next((each.device for each in (*model.parameters(), *model.buffers())), None)
+    present = dict(model.named_buffers())
+    for name in present.keys() - wanted.keys():
+        _owner(model, name)._buffers[_leaf(name)] = None
+    for name, (dtype, shape) in wanted.items():
+        buffer = present.get(name)
+        if buffer is None or buffer.dtype != dtype or list(buffer.shape) != shape:
+            module, new = _owner(model, name), torch.empty(shape, dtype=dtype, device=device)
+            if _leaf(name) in module._buffers:
+                module._buffers[_leaf(name)] = new
+            else:
+                module.register_buffer(_leaf(name), new)
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def extra_state(model: nn.Module) -> dict[str, Any]:
+    """By module name, what modules that override `get_extra_state` return."""
+    overriding = nn.Module.get_extra_state
+    return {
+        name: module.get_extra_state()
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not overriding
+    }
+
+
+def set_extra_state(model: nn.Module, states: dict[str, Any]) -> None:
+    """The reverse of `extra_state`."""
+    for name, state in states.items():
+        model.get_submodule(name).set_extra_state(state)
+
+
+def _share_extra_state(model: nn.Module, communicator: Communicator, root: int) -> None:
+    own = extra_state(model)
+    if own and communicator.world_size > 1:
+        theirs = communicator.broadcast_object(own, root)
+        if communicator.rank != root:
+            set_extra_state(model, theirs)
 
 
 def check_replicas(model: nn.Module, communicator: Communicator) -> None:

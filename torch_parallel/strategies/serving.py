@@ -23,9 +23,10 @@ from torch_parallel.strategies.param_server import ParamServer
 from torch_parallel.strategies.tally import Tally
 
 SERVER = 0
-NEXT, VERSION, WORDS = range(3)
-"""Control words of a worker, int64, as the server told it last: what it works on, and the number of updates that had
-made the parameters it works on. They stay until the next answer, so beside a push they say what the gradient is of."""
+NEXT, VERSION, SKIPPED, WORDS = range(4)
+"""Control words of a worker, int64, as the server told it last: what it works on, the number of updates that had made
+the parameters it works on, and whether its push was skipped. They stay until the next answer, so beside a push the
+first two say what the gradient is of."""
 
 
 class Serving(ParamServer):
@@ -56,7 +57,10 @@ class Serving(ParamServer):
     def step(self) -> None:
         """On a worker a push and the answer; on the server one update, and answers. Raises NotFinite."""
         if not self.updates_here:
+            self.watch.look()
+            finite = not self.skip_not_finite or self._own_are_finite()
             self._push()
+            self._end_step(skipped=not finite or bool(self._control.local[SKIPPED]))
             return
         with self._exchanging():
             self._kept = self._choose_pushes()
@@ -67,6 +71,9 @@ class Serving(ParamServer):
             for bucket in self.buckets:
                 self._offer(bucket)
             self._answer_pushes()
+
+    def _is_skipped(self, scale: float | None) -> bool:
+        return scale is None
 
     def reduce(self, bucket: Bucket) -> None:
         """On the server: the sum of the gradients that are kept, in rank order."""
@@ -99,7 +106,7 @@ class Serving(ParamServer):
     def _answer(self, worker: int, number: int) -> None:
         """Gives the worker the newest parameters, and the number of what it is to work on."""
         words = self._control.parts[worker]
-        words[NEXT], words[VERSION] = number, self._version
+        words[NEXT], words[VERSION], words[SKIPPED] = number, self._version, self.step_was_skipped
         for parameters in self.parameters:
             self.transport.put(parameters, worker)
         self.transport.tell(worker)

@@ -61,6 +61,7 @@ class ShardedParamServer(FromScratch):
 
     one_bucket = True
     common_parameters = True
+    moves_parameters = True
 
     def _make_optimizers(self, optimizer_factory: OptimizerFactory) -> None:
         rank, world_size = self.transport.rank, self.transport.world_size
