@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_parallel.strategies.shares import shard
-from torch_parallel.training.evaluate import count_correct
+from torch_parallel.training.evaluate import count_correct, first_not_finite, not_finite
 
 
 class RightOnTwo(nn.Module):
@@ -86,3 +86,85 @@ def test_every_module_is_left_in_the_mode_it_was_in(training: bool) -> None:
     assert model.seen == [(False, False, False)]
     assert (model.training, model.trained.training, model.frozen.training) == (training, training, False)
     assert all(torch.equal(value, statistics[name]) for name, value in model.frozen.state_dict().items())
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+class OfManyKinds(nn.Module):
+    """Parameters and buffers of every kind; all finite, but for a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real = nn.Parameter(torch.ones(2, 3))
+        self.complex = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        self.frozen = nn.Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)
+        self.short = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        self.empty = nn.Parameter(torch.ones(0))
+        self.later = nn.LazyLinear(3)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("table", torch.eye(3).to_sparse())
+        self.register_buffer("count", torch.tensor(2**40))
+        self.register_buffer("seen", torch.tensor([True]))
+        self.register_buffer("eight", torch.ones(2).to(torch.float8_e4m3fn), persistent=False)
+        self.register_buffer("mask", torch.tensor([0.0, -INF]))
+
+
+def test_a_model_of_many_kinds_is_finite_but_for_what_it_was_made_with() -> None:
+    model = OfManyKinds()
+    assert not_finite(model) == ["the buffer mask"]
+    assert first_not_finite(model) == "the buffer mask"
+    assert first_not_finite(model, except_for=not_finite(model)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("real", NAN, "the parameter real"),
+        ("complex", complex(1, INF), "the parameter complex"),
+        ("frozen", -INF, "the parameter frozen"),
+        ("short", INF, "the parameter short"),
+        ("mean", NAN, "the buffer mean"),
+        ("eight", NAN, "the buffer eight"),
+    ],
+)
+def test_the_first_that_is_not_finite_is_named(name: str, value: complex, said: str) -> None:
+    model = OfManyKinds()
+    made_so = not_finite(model)
+    tensor = getattr(model, name)
+    changed = tensor.detach().to(torch.complex64 if name == "complex" else torch.float64)
+    changed.view(-1)[-1] = value
+    tensor.data = changed.to(tensor.dtype)
+    assert first_not_finite(model, except_for=made_so) == said
+
+
+def test_a_sparse_buffer() -> None:
+    model = OfManyKinds()
+    model.table = (torch.eye(3) * INF).nan_to_num(0.0, posinf=INF).to_sparse()
+    assert not_finite(model) == ["the buffer table", "the buffer mask"]
+
+
+def test_losses_come_first_and_the_optimizers_state_last() -> None:
+    """A momentum of 1e38 + 0.9e38 * 10 is too large for float32 while the parameter, of a rate of 0, stays."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=10.0)
+    optimized = [(list(model.named_parameters()), optimizer)]
+    for _ in range(2):
+        model.weight.grad, model.bias.grad = torch.full((1, 1), 1e38), torch.zeros(1)
+        optimizer.step()
+    losses = {"training loss": torch.tensor(1.0), "test loss": 2.0}
+    assert first_not_finite(model, optimized, losses) == "the optimizer's momentum_buffer of weight"
+    assert first_not_finite(model, optimized, {**losses, "test loss": NAN}) == "the test loss"
+    assert first_not_finite(model, (), losses) is None
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
+def test_both_moments_of_adam(key: str) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    model.weight.grad = torch.ones(1, 2)
+    optimizer.step()
+    optimized = [(list(model.named_parameters()), optimizer)]
+    assert first_not_finite(model, optimized) is None
+    optimizer.state[model.weight][key][0, 1] = INF
+    assert first_not_finite(model, optimized) == f"the optimizer's {key} of weight"

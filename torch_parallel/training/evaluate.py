@@ -1,17 +1,20 @@
 """What train.py and the controls measure alike.
 
-Exact evaluation: every sample once, whatever the number of workers; counts are summed, ratios never averaged. And, for
-the controls, when a device gets somewhere: theirs may not be the stopwatch of what they are compared with.
+Exact evaluation: every sample once, whatever the number of workers; counts are summed, ratios never averaged. What is
+not finite after an epoch. And, for the controls, when a device gets somewhere: theirs may not be the stopwatch of what
+they are compared with.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 EVALUATION_BATCH = 500
 
@@ -59,3 +62,59 @@ def seconds_between(start: Moment, end: Moment) -> float:
         return end - start
     assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
     return float(start.elapsed_time(end)) / 1e3
+
+
+Optimized = Iterable[tuple[Sequence[tuple[str, Tensor]], Optimizer]]
+"""Named parameters, each with the optimizer that updates them."""
+
+
+def first_not_finite(
+    model: nn.Module,
+    optimized: Optimized = (),
+    losses: Mapping[str, float | Tensor] | None = None,
+    except_for: Collection[str] = (),
+) -> str | None:
+    """What is NaN or infinite, in words, such as "the buffer 2.running_mean"; None where all is finite.
+
+    Looks at `losses` by name, then at the parameters and buffers of `model`, then at the state of its optimizers.
+    `except_for` holds what `not_finite` said of the model when it was made: a mask of -inf is no fault. It is for the
+    end of an epoch: it reads every tensor, and waits for a GPU once.
+    """
+    found = not_finite(model, optimized, losses)
+    return next((name for name in found if name not in except_for), None)
+
+
+def not_finite(
+    model: nn.Module, optimized: Optimized = (), losses: Mapping[str, float | Tensor] | None = None
+) -> list[str]:
+    """All that is NaN or infinite, in words and in the order of `first_not_finite`."""
+    named = [(f"the {name}", torch.as_tensor(loss)) for name, loss in (losses or {}).items()]
+    named += [(f"the parameter {name}", parameter) for name, parameter in model.named_parameters()]
+    named += [(f"the buffer {name}", buffer) for name, buffer in model.named_buffers()]
+    named += _states(optimized)
+    answers = [_is_finite(tensor) for _, tensor in named]
+    known: dict[torch.device, Iterator[bool]] = {
+        device: iter(torch.stack([answer for answer in answers if answer.device == device]).tolist())
+        for device in {answer.device for answer in answers}
+    }
+    return [name for (name, _), answer in zip(named, answers, strict=True) if not next(known[answer.device])]
+
+
+def _states(optimized: Optimized) -> Iterator[tuple[str, Tensor]]:
+    for parameters, optimizer in optimized:
+        for name, parameter in parameters:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    yield f"the optimizer's {key} of {name}", value
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    """A boolean [], where the tensor is; True for what holds whole numbers, or nothing yet."""
+    if is_lazy(tensor) or tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
+        return torch.tensor(True)
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided:
+        tensor = tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor.values()
+    if tensor.itemsize == 1:  # of eight bits, for which torch has no such test
+        tensor = tensor.to(torch.float32)
+    return torch.isfinite(tensor).all()
