@@ -34,7 +34,6 @@ def time_epochs(communicator: Communicator, job: Job, repeats: int, store: str) 
     """The worker function: seconds of each epoch of the job's strategy and of DistributedDataParallel, in turns."""
     start_group(communicator, store)
     trainer, control = Trainer(communicator, job), Control(communicator, job)
-    trainer.model.train()
     sides: dict[str, Callable[[int], Any]] = {job.config.strategy: trainer.train_epoch, "ddp": control.train_epoch}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for epoch in range(1, repeats + 2):  # the first of each warms up

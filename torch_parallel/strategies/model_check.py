@@ -89,7 +89,8 @@ def _check_common_memory(model: nn.Module, moves: str | None) -> None:
     """Parameters may not lie over each other; other tensors over one only where it stays where it is."""
     others = list(_beside_parameters(model))
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, parameter in model.named_parameters():
+    parameters: list[tuple[str, Tensor]] = list(model.named_parameters())
+    for name, parameter in parameters:
         here = by_storage.setdefault(parameter.untyped_storage().data_ptr(), [])
         for other, tensor in here:
             if overlap(parameter, tensor):

@@ -43,43 +43,77 @@ def _kind_of(tensor: Tensor) -> str:
 
 
 def broadcast_all(tensors: list[Tensor], communicator: Communicator, root: int) -> None:
-    """Replaces every tensor, of whatever dtype, by rank `root`'s: its bytes, those of all tensors one after another."""
-    # Large elements first: then each tensor begins at a multiple of its elements' size.
-    targets = sorted((written_once(tensor.detach()) for tensor in tensors), key=lambda each: -each.itemsize)
-    if not targets:
-        return
-    flat = torch.cat([_bytes_of(target) for target in targets])
-    for piece in flat.split(PIECE_BYTES):
-        communicator.broadcast(piece, root)
+    """Replaces every tensor, of whatever dtype, by rank `root`'s."""
+    if tensors and communicator.world_size > 1:
+        flat = _packed(tensors)
+        _broadcast_pieces(flat, communicator, root)
+        _unpack(flat, tensors)
+
+
+def _packed(tensors: list[Tensor]) -> Tensor:
+    """A copy of the bytes of all, one after another; of each the elements in the order of their indices."""
+    parts = [written_once(tensor.detach()).resolve_conj().resolve_neg() for tensor in _large_elements_first(tensors)]
+    return torch.cat([part.reshape(-1).contiguous().view(torch.uint8) for part in parts])
+
+
+def _unpack(flat: Tensor, tensors: list[Tensor]) -> None:
+    targets = [written_once(tensor.detach()) for tensor in _large_elements_first(tensors)]
     parts = flat.split([target.numel() * target.itemsize for target in targets])
     for target, part in zip(targets, parts, strict=True):
         target.copy_(part.view(target.dtype).view(target.shape))
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """A copy of its elements in the order of their indices, as bytes, [numel * itemsize]."""
-    return tensor.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+def _large_elements_first(tensors: list[Tensor]) -> list[Tensor]:
+    """So each begins at a multiple of its elements' size, where they can be read as what they are."""
+    return sorted(tensors, key=lambda each: -each.itemsize)
 
 
-def share_state(model: nn.Module, communicator: Communicator, root: int) -> None:
-    """Gives all ranks what forward may have written on rank `root`: buffers, those made since set-up too, and what
-    modules return by `get_extra_state`."""
-    own = {name: (buffer.dtype, list(buffer.shape)) for name, buffer in model.named_buffers()}
-    adopt_buffers(model, communicator.broadcast_object(own, root))
-    broadcast_all(list(model.buffers()), communicator, root)
-    _share_extra_state(model, communicator, root)
+def _broadcast_pieces(flat: Tensor, communicator: Communicator, root: int) -> None:
+    for piece in flat.split(PIECE_BYTES):
+        communicator.broadcast(piece, root)
 
 
-def adopt_buffers(model: nn.Module, wanted: dict[str, tuple[torch.dtype, list[int]]]) -> None:
-    """Afterwards the model has the buffers of these names, dtypes and shapes, and no others; new ones hold anything."""
+def share_state(model: nn.Module, communicator: Communicator, root: int, adopt: bool = True) -> None:
+    """Gives all ranks that `adopt` it what forward may have written on rank `root`: buffers, those made since set-up
+    too, and what modules return by `get_extra_state`. All ranks call it."""
+    if communicator.world_size == 1:
+        return
+    buffers = dict(model.named_buffers())
+    wanted = communicator.broadcast_object({name: described(buffer) for name, buffer in buffers.items()}, root)
+    if wanted:
+        device = next(each.device for each in (*model.parameters(), *buffers.values()))
+        of_root = list(buffers.values()) if communicator.rank == root else _like(wanted, device)
+        flat = _packed(of_root)
+        _broadcast_pieces(flat, communicator, root)
+        if adopt and communicator.rank != root:
+            for name in buffers.keys() - wanted.keys():
+                _owner(model, name)._buffers[_leaf(name)] = None
+            make_missing_buffers(model, wanted)
+            present = dict(model.named_buffers())
+            _unpack(flat, [present[name] for name in wanted])
+    _share_extra_state(model, communicator, root, adopt)
+
+
+Description = tuple[torch.dtype, list[int], list[int]]
+
+
+def described(buffer: Tensor) -> Description:
+    """Of what dtype and shape it is, and in which shape it is written (see `written_once`)."""
+    return buffer.dtype, list(buffer.shape), list(written_once(buffer).shape)
+
+
+def _like(wanted: dict[str, Description], device: torch.device) -> list[Tensor]:
+    return [torch.empty(written, dtype=dtype, device=device) for dtype, _, written in wanted.values()]
+
+
+def make_missing_buffers(model: nn.Module, wanted: dict[str, Description]) -> None:
+    """Afterwards the model has buffers of these names, dtypes and shapes; those that it did not have hold anything."""
     device = next((each.device for each in (*model.parameters(), *model.buffers())), None)
     present = dict(model.named_buffers())
-    for name in present.keys() - wanted.keys():
-        _owner(model, name)._buffers[_leaf(name)] = None
-    for name, (dtype, shape) in wanted.items():
-        buffer = present.get(name)
-        if buffer is None or buffer.dtype != dtype or list(buffer.shape) != shape:
-            module, new = _owner(model, name), torch.empty(shape, dtype=dtype, device=device)
+    for name, description in wanted.items():
+        if name not in present or described(present[name]) != description:
+            dtype, shape, written = description
+            module, new = _owner(model, name), torch.empty(written, dtype=dtype, device=device).expand(shape)
             if _leaf(name) in module._buffers:
                 module._buffers[_leaf(name)] = new
             else:
@@ -110,11 +144,11 @@ def set_extra_state(model: nn.Module, states: dict[str, Any]) -> None:
         model.get_submodule(name).set_extra_state(state)
 
 
-def _share_extra_state(model: nn.Module, communicator: Communicator, root: int) -> None:
+def _share_extra_state(model: nn.Module, communicator: Communicator, root: int, adopt: bool = True) -> None:
     own = extra_state(model)
     if own and communicator.world_size > 1:
         theirs = communicator.broadcast_object(own, root)
-        if communicator.rank != root:
+        if adopt and communicator.rank != root:
             set_extra_state(model, theirs)
 
 

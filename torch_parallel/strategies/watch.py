@@ -67,8 +67,8 @@ class Watch:
         if written and self._steps:
             raise UnsupportedModel(
                 f"parameter {written[0]} was written during forward or backward, which other ranks do not see: write "
-                "it between two steps, on all ranks alike, make it a buffer, or work out what you need from it in forward "
-                "(torch.nn.utils.parametrize)"
+                "it between two steps, on all ranks alike, make it a buffer, or leave it as it is and let forward work "
+                "out what it needs (torch.nn.utils.parametrize)"
             )
 
     def accept(self, parameters: NamedParameters) -> None:
@@ -86,7 +86,7 @@ class Watch:
                 what = "was added" if name not in known else "was taken away" if name not in present else "was replaced"
                 raise UnsupportedModel(
                     f"parameter {name} {what} after the strategy was made, so nobody would train it: make all "
-                    "parameters in make_model (of what is made in the first forward, by running a batch through it there)"
+                    "parameters in make_model (those that the first forward makes, by running a batch through it there)"
                 )
 
 

@@ -101,6 +101,11 @@ class Display:
             seconds = time.perf_counter() - self.launched_s
             self.folder.write_manifest(start_up_s=round(seconds, 3), buckets=message.buckets)
             self.say(f"started in {seconds:.1f} s")
+            if not message.in_training_mode:
+                self.say(
+                    "the model came in eval mode and trains in it, without dropout and with fixed statistics: call its "
+                    "train() in make_model if that is not meant"
+                )
             if self.config.own_options.get("algorithm") == "auto":
                 each = [f"{bytes_text(bucket['bytes'])} by {bucket['algorithm']}" for bucket in message.buckets]
                 self.say(f"gradients are summed in buckets: {', '.join(each)}")

@@ -35,7 +35,7 @@ def count_correct(
     training = [module for module in model.modules() if module.training]
     model.eval()
     loss_sum, correct = 0.0, 0
-    with torch.inference_mode():
+    with torch.no_grad():  # not inference_mode: what a model keeps for later, training may use
         for start in range(0, len(targets), EVALUATION_BATCH):
             batch = slice(start, start + EVALUATION_BATCH)
             wanted = targets[batch].to(device)

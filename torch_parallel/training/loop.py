@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -19,19 +20,21 @@ from torch.nn.functional import cross_entropy
 from torch_parallel.communicator import Communicator
 from torch_parallel.status import COMPUTING, EVALUATING, SAVING
 from torch_parallel.strategies import STRATEGIES, NotFinite, Strategy
-from torch_parallel.strategies.replicas import ReplicasDiffer, broadcast_all, check_replicas
+from torch_parallel.strategies.replicas import ReplicasDiffer, check_replicas, extra_state, share_state
 from torch_parallel.strategies.shares import Share, shard
 from torch_parallel.strategies.tally import Tally
+from torch_parallel.strategies.undo import BufferValues
 from torch_parallel.training import checkpoint, emulation
 from torch_parallel.training.aggregate import divisor
 from torch_parallel.training.clock import EpochClock
 from torch_parallel.training.compiling import compile_layers
 from torch_parallel.training.config import RunConfig
-from torch_parallel.training.evaluate import count_correct
+from torch_parallel.training.evaluate import count_correct, first_not_finite, not_finite
 from torch_parallel.training.feeder import make_feeder
 from torch_parallel.training.optimizers import make_optimizer
 from torch_parallel.training.record import Epoch, RankEpoch, Saved, Served, Started, Steps
 from torch_parallel.training.recorder import StepRecorder, compute_ends
+from torch_parallel.training.replica import build_replica
 from torch_parallel.training.sampler import batches, looking_ahead, step_count
 from torch_parallel.training.schedule import factor
 from torch_parallel.training.tracing import Tracer
@@ -92,10 +95,12 @@ class Trainer:
         self.history: list[Epoch] = []
         self.tracer: Tracer | None = None
         _seed(config.seed)
-        self.model = job.make_model().to(communicator.device, self.dtype)
+        self.model = build_replica(job.make_model, communicator.device, self.dtype)
+        if config.checkpoint_every:
+            checkpoint.check_plain(extra_state(self.model))
         saved = checkpoint.load(Path(job.resume_from)) if job.resume_from else None
         if saved is not None:
-            self.model.load_state_dict(saved["model"])
+            checkpoint.load_model(self.model, saved)
         if config.compile:
             compile_layers(self.model)
         self.strategy = self._make_strategy()
@@ -103,6 +108,7 @@ class Trainer:
         _seed(config.seed * 1_000_003 + 7919 * (communicator.rank + 1))
         if saved is not None:
             self._restore(saved)
+        self.not_finite_by_design = not_finite(self.model)  # a mask of -inf, say
         if config.trace:
             self.tracer = Tracer(communicator, self.strategy)
         self.recorder = StepRecorder(communicator, self.strategy) if config.steps_csv else None
@@ -113,9 +119,9 @@ class Trainer:
         )
 
     def run(self) -> dict[str, Any]:
-        self.model.train()
         if self.communicator.worker_index == 0:
-            self.communicator.report(Started(len(self.history), self.strategy.describe_buckets()))
+            started = Started(len(self.history), self.strategy.describe_buckets(), self.model.training)
+            self.communicator.report(started)
         first_epoch = len(self.history) + 1
         for epoch in range(first_epoch, self.epochs + 1):
             spent, train_s, rate = self.train_epoch(epoch, warms_up=epoch == first_epoch)
@@ -185,6 +191,7 @@ class Trainer:
             self.recorder.begin()
         self.strategy.begin_step()
         divided_by = divisor(config.aggregate, len(indices), share.count, self.communicator.worker_count)
+        before = (self.loss_sum.clone(), self.samples_seen) if config.not_finite == "skip" else None
         with self._span("compute", f"step {step} of epoch {epoch}"):
             start_s = time.perf_counter()
             for number, (inputs, targets) in enumerate(self.feeder.feed(indices, config.accumulate), start=1):
@@ -196,6 +203,10 @@ class Trainer:
                 self.feeder.prefetch(upcoming)
             compute_ends(start_s, self.steps_done, self.communicator.device, self.slowdown, self.recorder)
         self.strategy.step()
+        if before is not None and self.strategy.step_was_skipped:
+            self.loss_sum, self.samples_seen = before
+        if config.in_step and share.count < self.communicator.worker_count:
+            self._share_with_the_idle(has_samples=len(indices) > 0)
         if self.recorder:
             self.recorder.end(epoch, step)
         self.steps_done += 1
@@ -206,6 +217,10 @@ class Trainer:
         if config.in_step and self._checkpoint_is_due():
             with self.clock.off_the_clock():
                 self._save()
+
+    def _share_with_the_idle(self, has_samples: bool) -> None:
+        """What forward writes into buffers, ranks without a sample have from the first worker, which has one."""
+        share_state(self.model, self.communicator, root=self.communicator.first_worker, adopt=not has_samples)
 
     @contextmanager
     def _where(self, step: int, epoch: int) -> Iterator[None]:
@@ -232,7 +247,13 @@ class Trainer:
         self.samples_seen += len(targets)
 
     def _finish_epoch(self, epoch: int, spent: RankEpoch, train_s: float, rate: float) -> None:
-        """Evaluates, adds up what all ranks have seen and spent, and tells the launcher."""
+        """Evaluates, adds up what all ranks have seen and spent, and tells the launcher.
+
+        Raises NotFinite where the model, its optimizer's state or a loss is not finite, or most steps were skipped.
+        """
+        steps = step_count(self.train_size, self.config.batch_size)
+        with self._where(steps, epoch):
+            self._stop_unless_finite()
         if self.recorder:
             self.communicator.report(Steps(self.recorder.take()))
         with self._span("evaluate", f"epoch {epoch}"):
@@ -241,9 +262,10 @@ class Trainer:
         own = [self.loss_sum.item(), self.samples_seen, test_loss, correct, skipped, self.steps_done]
         table = self.communicator.all_ranks(torch.tensor([*own, *spent.numbers()], dtype=torch.float64))
         self.steps_done = int(table[:, len(own) - 1].max())  # a server that waits for nobody has made the most
+        self._stop_if_most_were_skipped(int(table[:, 4].max()))
         record = Epoch(
             epoch=epoch,
-            steps=step_count(self.train_size, self.config.batch_size),
+            steps=steps,
             train_loss=table[:, 0].sum().item() / table[:, 1].sum().item(),
             test_loss=table[:, 2].sum().item() / self.test_size,
             test_accuracy=table[:, 3].sum().item() / self.test_size,
@@ -253,35 +275,64 @@ class Trainer:
             ranks=[RankEpoch.from_numbers(row[len(own) :].tolist()) for row in table],
             served=Served.of(self.strategy.tally, self.communicator),
         )
+        with self._where(steps, epoch):
+            losses = {"training loss": record.train_loss, "test loss": record.test_loss}
+            self._stop_unless_finite(losses)
         self.history.append(record)
         self.loss_sum.zero_()
         self.samples_seen = 0
         if self.communicator.worker_index == 0:
             self.communicator.report(record)
 
+    def _stop_unless_finite(self, losses: dict[str, float] | None = None) -> None:
+        """Looks at `losses`, or at all that the steps have written."""
+        if losses is None:
+            found = first_not_finite(self.model, self.strategy.optimized(), except_for=self.not_finite_by_design)
+        else:
+            found = next((f"the {name}" for name, loss in losses.items() if not math.isfinite(loss)), None)
+        if found is not None:
+            raise NotFinite(f"{found} is NaN or infinite")
+
+    def _stop_if_most_were_skipped(self, skipped: int) -> None:
+        if 2 * skipped > self.steps_done:
+            raise NotFinite(
+                f"{skipped} of {self.steps_done} steps have been skipped, because a gradient was NaN or infinite, so "
+                "the model has not seen most of the data; a smaller --lr may help, or --clip_norm"
+            )
+
     def _evaluate(self) -> tuple[float, int]:
-        """This rank's share of the test samples: sum of losses, correct predictions.
+        """This rank's share of the test samples: sum of losses, correct predictions. It leaves the model as it was.
 
         BatchNorm's statistics are each worker's own while it trains; all evaluate with those of the first worker.
         """
         self.communicator.status.phase(EVALUATING)
-        broadcast_all(list(self.model.buffers()), self.communicator, root=self.communicator.first_worker)
+        self.strategy.watch.look_at_tree()
+        share_state(self.model, self.communicator, root=self.communicator.first_worker)
+        buffers = BufferValues(self.model)
         targets = self.data["test_targets"]
         part = shard(len(targets), self.communicator.worker_index, self.communicator.worker_count)
         with self._precision():
             loss_sum, correct, _ = count_correct(
                 self.model, self.data["test_inputs"][part], targets[part], self._prepare, self.communicator.device
             )
+        buffers.restore()
         return loss_sum, correct
 
     def _save(self) -> None:
-        """Rank 0, which has parameters and optimizer under every strategy, writes everybody's state to disk."""
+        """Rank 0, which has parameters and optimizer under every strategy, writes everybody's state to disk.
+
+        Raises NotFinite where that is not finite: then nothing is written.
+        """
         self.strategy.confirm()
+        self._stop_unless_finite()
         self.communicator.status.phase(SAVING)
         optimizer = self.strategy.optimizer_state()
-        ranks = self.communicator.gather(checkpoint.rank_state(self.model, self.loss_sum.item()))
-        if ranks is not None:
-            first_worker = ranks[self.communicator.first_worker]
+        own = checkpoint.rank_state(self.model, self.loss_sum.item())
+        others = checkpoint.beside_parameters(self.model) if self.communicator.worker_index == 0 else None
+        gathered = self.communicator.gather((own, others))
+        if gathered is not None:
+            ranks = [state for state, _ in gathered]
+            _, others = gathered[self.communicator.first_worker]
             content = {
                 "format": checkpoint.FORMAT,
                 "step": self.steps_done,
@@ -289,7 +340,7 @@ class Trainer:
                 "history": [asdict(epoch) for epoch in self.history],
                 "skipped_steps": self.strategy.skipped_steps,
                 "tally": asdict(self.strategy.tally) if self.strategy.tally else None,
-                "model": {**checkpoint.on_cpu(self.model.state_dict()), **first_worker["buffers"]},
+                "model": checkpoint.put_together(self.model, others),
                 "optimizer": optimizer,
                 "server_count": self.communicator.server_count,
                 "dataset": self.dataset.name,

@@ -101,6 +101,7 @@ class Started:
 
     epochs_done: int  # by the run that is resumed
     buckets: list[dict[str, Any]]  # see Strategy.describe_buckets
+    in_training_mode: bool = True  # the model, as make_model left it
 
 
 @dataclass
