@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from collections.abc import Iterator
 
@@ -52,3 +53,10 @@ def light_server() -> Iterator[None]:
 def started(light_server: None) -> None:
     """Torch's import in the fork server is not part of what is timed."""
     launch(lambda communicator: None, 1, deadline_s=20.0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--trials", type=int, default=30, help="random models that are tried")
+    parser.addoption(
+        "--first_trial", type=int, default=random.SystemRandom().randrange(10**6), help="number of the first"
+    )

@@ -72,9 +72,9 @@ def needs(
         with torch.device("meta"):  # tensors with shapes and no memory
             model = make_model()
         groups = cut_into_buckets(model.named_parameters(), bucket_bytes)
+        elements = sum(parameter.numel() for group in groups for _, parameter in group)
     except Exception:
         return None
-    elements = sum(parameter.numel() for group in groups for _, parameter in group)
     marks = sum(len(group) for group in groups)
     return Needs(
         ranks=n,

@@ -67,6 +67,14 @@ def lies_over_itself(tensor: Tensor) -> bool:
     return False
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of its elements in the order of their indices, [numel * itemsize]; a copy where they do not lie so."""
+    elements = tensor.resolve_conj().resolve_neg().reshape(-1)
+    if elements.stride(0) != 1:  # one element of an expanded tensor, say
+        elements = elements.clone(memory_format=torch.contiguous_format)
+    return elements.view(torch.uint8)
+
+
 def canonical_strides(tensor: Tensor) -> list[int]:
     """Its strides, but 0 for a dimension of at most one element, where they mean nothing."""
     return [stride if size > 1 else 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_parallel.communicator import Communicator
-from torch_parallel.gradients.layout import canonical_strides, written_once
+from torch_parallel.gradients.layout import as_bytes, canonical_strides, written_once
 
 PIECE_BYTES = 4 << 20
 """So many are broadcast at a time: the memory for it is kept, and need not be as large as the model."""
@@ -52,8 +52,7 @@ def broadcast_all(tensors: list[Tensor], communicator: Communicator, root: int) 
 
 def _packed(tensors: list[Tensor]) -> Tensor:
     """A copy of the bytes of all, one after another; of each the elements in the order of their indices."""
-    parts = [written_once(tensor.detach()).resolve_conj().resolve_neg() for tensor in _large_elements_first(tensors)]
-    return torch.cat([part.reshape(-1).contiguous().view(torch.uint8) for part in parts])
+    return torch.cat([as_bytes(written_once(tensor.detach())) for tensor in _large_elements_first(tensors)])
 
 
 def _unpack(flat: Tensor, tensors: list[Tensor]) -> None:
@@ -171,5 +170,5 @@ def check_replicas(model: nn.Module, communicator: Communicator) -> None:
 
 
 def _hash(tensor: Tensor) -> int:
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    data = as_bytes(tensor.detach().cpu()).numpy()
     return int.from_bytes(hashlib.blake2b(data.data, digest_size=8).digest(), "little", signed=True)

@@ -31,6 +31,10 @@ class Watch:
         self._alone = alone
         self._parameters = list(model.named_parameters())
         self._frozen = [(name, each) for name, each in self._parameters if not each.requires_grad]
+        by_storage: dict[int, NamedParameters] = {}  # views of one tensor count their versions together
+        for name, parameter in self._parameters:
+            by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append((name, parameter))
+        self._beside = {id(one): views for views in by_storage.values() for _, one in views if len(views) > 1}
         self._steps = 0
         self._closely = False
         self._versions: dict[str, int] = {}
@@ -74,8 +78,9 @@ class Watch:
     def accept(self, parameters: NamedParameters) -> None:
         """The strategy itself has just written these, in the midst of backward."""
         for name, parameter in parameters:
-            self._versions[name] = parameter._version
             self._sums.pop(name, None)
+            for other, view in self._beside.get(id(parameter), [(name, parameter)]):
+                self._versions[other] = view._version
 
     def look_at_tree(self) -> None:
         """Raises UnsupportedModel unless the model still has the parameters that the strategy was made with."""
