@@ -4,52 +4,118 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from pathlib import Path
+
+PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def usable_cpus() -> int:
-    """Processors this process may use: its affinity, cut to the container's quota (cgroup v2 or v1) if that is less."""
+    """Processors this process may use: its affinity, cut to its control groups' quota if that is less."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup_cpu_quota()
     return affinity if quota is None else max(1, min(affinity, int(quota)))
 
 
-def cgroup_cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Processors' worth of time that the container allows, None where there is no limit or no cgroup."""
-    try:
-        if (root / "cpu.max").exists():
-            quota, period = (root / "cpu.max").read_text().split()
+def cgroup_cpu_quota(proc: Path = PROC, usual: Path = CGROUP) -> float | None:
+    """Processors' worth of time that the control groups allow: the least of this process's own and all above it.
+
+    None where there is no limit or no control group. See `control_groups` for the arguments.
+    """
+    quotas = [_quota(folder) for folder in control_groups("cpu", proc, usual)]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota(folder: Path) -> float | None:
+    with contextlib.suppress(OSError, ValueError):
+        if (folder / "cpu.max").exists():
+            quota, period = _text(folder / "cpu.max").split()
         else:
-            quota = (root / "cpu/cpu.cfs_quota_us").read_text()
-            period = (root / "cpu/cpu.cfs_period_us").read_text()
+            quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
         return None if quota == "max" or float(quota) <= 0 else float(quota) / float(period)
-    except (OSError, ValueError):
-        return None
+    return None
 
 
-def free_memory_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that may still be taken: of the machine, or of the container's limit if that is less; None where unknown.
+def free_memory_bytes(proc: Path = PROC, usual: Path = CGROUP) -> int | None:
+    """Bytes that may still be taken: of the machine, or of the tightest control group; None where unknown.
 
-    What only caches files counts as free, since the kernel gives it up when it is asked for memory.
+    What only caches files counts as free, since the kernel gives it up when it is asked for memory. The limits of all
+    groups from this process's own upwards hold. See `control_groups` for the arguments.
     """
     free = []
     with contextlib.suppress(OSError, ValueError, KeyError):
-        free.append(1024 * _numbers(meminfo)["MemAvailable:"])
-    for folder, limit, used, prefix in (
-        (cgroup, "memory.max", "memory.current", ""),
-        (cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    ):
-        with contextlib.suppress(OSError, ValueError, KeyError):  # no such cgroup, or "max": no limit
-            held = _numbers(folder / "memory.stat")
-            cached = held[f"{prefix}inactive_file"] + held[f"{prefix}active_file"]
-            free.append(int((folder / limit).read_text()) - int((folder / used).read_text()) + cached)
+        free.append(1024 * _numbers(proc / "meminfo")["MemAvailable:"])
+    for folder in control_groups("memory", proc, usual):
+        for limit, used, prefix in (
+            ("memory.max", "memory.current", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        ):
+            with contextlib.suppress(OSError, ValueError, KeyError):  # of the other version, or "max": no limit
+                held = _numbers(folder / "memory.stat")
+                cached = held[f"{prefix}inactive_file"] + held[f"{prefix}active_file"]
+                free.append(int(_text(folder / limit)) - int(_text(folder / used)) + cached)
     return max(0, min(free)) if free else None
+
+
+def control_groups(controller: str, proc: Path = PROC, usual: Path = CGROUP) -> list[Path]:
+    """The folders of this process's control group and of all above it, own first, for "cpu" or "memory".
+
+    Where it is tells `proc`/self/cgroup, and where groups are mounted `proc`/self/mountinfo: version 1, 2 or both. What
+    these do not tell is taken to be as usual: mounted below `usual`, the process in the topmost group. A container may
+    be told of a group by its name on the host, which is not below what it sees mounted: then that is its own.
+    """
+    folders: list[Path] = []
+    mounts = _mounts(controller, proc, usual)
+    for version, group in _groups(controller, proc):
+        shown = [mount for mount in mounts.get(version, []) if _shows(mount[0], group)]
+        for root, mount in shown or mounts.get(version, []):
+            folder = mount / Path(group).relative_to(root) if shown else mount
+            folders += [folder, *(each for each in folder.parents if each.is_relative_to(mount))]
+    return folders
+
+
+def _shows(root: str, group: str) -> bool:
+    """Whether the group is that which is mounted, or below it."""
+    return Path(group).is_relative_to(root) and ".." not in Path(group).parts
+
+
+def _groups(controller: str, proc: Path) -> list[tuple[str, str]]:
+    """By version, as "cgroup" or "cgroup2", the process's group; its lines are "4:cpu,cpuacct:/name" or "0::/name"."""
+    groups = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in _text(proc / "self" / "cgroup").splitlines():
+            _, controllers, group = line.split(":", 2)
+            if not controllers or controller in controllers.split(","):
+                groups.append(("cgroup" if controllers else "cgroup2", group))
+    return groups or [("cgroup2", "/"), ("cgroup", "/")]
+
+
+def _mounts(controller: str, proc: Path, usual: Path) -> dict[str, list[tuple[str, Path]]]:
+    """By version, which group is mounted where. A line is "36 35 0:3 /group /where options - cgroup2 name options"."""
+    mounts: dict[str, list[tuple[str, Path]]] = {}
+    with contextlib.suppress(OSError, ValueError):
+        for line in _text(proc / "self" / "mountinfo").splitlines():
+            before, _, after = line.partition(" - ")
+            root, where = (
+                re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), each) for each in before.split()[3:5]
+            )
+            version, *_, options = after.split()
+            if version == "cgroup2" or (version == "cgroup" and controller in options.split(",")):
+                mounts.setdefault(version, []).append((root, Path(where)))
+    return mounts or {
+        "cgroup2": [("/", usual), ("/", usual / "unified")],
+        "cgroup": [("/", usual / controller)],
+    }
 
 
 def _numbers(path: Path) -> dict[str, int]:
     """The lines of a file that begin with a name and a number."""
-    lines = [line.split() for line in path.read_text().splitlines()]
+    lines = [line.split() for line in _text(path).splitlines()]
     return {line[0]: int(line[1]) for line in lines if len(line) > 1}
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="surrogateescape")  # groups may have any names
 
 
 def threads_per_worker(process_count: int) -> int:
