@@ -14,7 +14,7 @@ PACKAGE = ROOT / "torch_parallel"
 
 # Who belongs to which layer: top-level modules and packages by name. What does not exist yet may have its place.
 LAYERS = {
-    "leaves": {"results", "trace", "steps", "topology", "units", "status", "devices", "mailbox", "lifeline"},
+    "leaves": {"results", "trace", "steps", "topology", "units", "status", "devices", "files", "mailbox", "lifeline"},
     "collectives": {"collectives"},
     "transport": {"transport"},
     "communicator": {"communicator"},

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 
 from torch_parallel.command_line import run_command, start_command
+from torch_parallel.files import our_own
 
 COMMANDS = {
     "bench": "timings beside torch's own",
@@ -26,7 +27,8 @@ def main() -> None:
     commands.help = "; ".join(f"{name}: {what}" for name, what in COMMANDS.items())
     command = parser.parse_args(sys.argv[1:2]).command
     run: Callable[[list[str]], None] = import_module(f"torch_parallel.{command}").main
-    run(sys.argv[2:])
+    with our_own():  # none of these runs a user's code
+        run(sys.argv[2:])
 
 
 if __name__ == "__main__":

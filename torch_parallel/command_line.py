@@ -14,6 +14,7 @@ from types import FrameType
 from typing import NoReturn
 
 from torch_parallel import fork_server
+from torch_parallel.files import OutputError, prepare_streams
 
 
 def start_command() -> None:
@@ -23,11 +24,15 @@ def start_command() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted_early)
+    prepare_streams()
     fork_server.start()
 
 
 def run_command(name: str, command: Callable[[], None]) -> NoReturn:
-    """Runs `command` and ends the process with the right exit code, its children ended and its files written."""
+    """Runs `command` and ends the process with the right exit code, its children ended and its files written.
+
+    An error of the user's own code, an OSError too, keeps its traceback.
+    """
     from torch_parallel.devices import DeviceError
     from torch_parallel.launcher import WorkerFailure
     from torch_parallel.preflight import PreflightError
@@ -36,6 +41,7 @@ def run_command(name: str, command: Callable[[], None]) -> NoReturn:
     from torch_parallel.training.config import ConfigError
     from torch_parallel.workloads import DataError
 
+    prepare_streams()
     signal.signal(signal.SIGTERM, _terminated)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it, and so do we then
         signal.signal(signal.SIGHUP, _terminated)
@@ -52,7 +58,7 @@ def run_command(name: str, command: Callable[[], None]) -> NoReturn:
     except MemoryError as error:
         print(f"{name}: out of memory: {error}", file=sys.stderr)
         sys.exit(1)
-    except OSError as error:  # a disk that is full, `| head` that reads no further
+    except OutputError as error:  # a disk that is full, `| head` that reads no further
         print(f"{name}: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter complains again when it flushes the output
         sys.exit(1)

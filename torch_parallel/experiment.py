@@ -78,7 +78,7 @@ class Grid:
 
     def _commands_done(self) -> Iterator[str]:
         if self.table.exists():
-            with open(self.table, newline="") as file:
+            with open(self.table, newline="", encoding="utf-8") as file:
                 yield from (row["command"] for row in csv.DictReader(file))
 
     def runs(self) -> Iterator[tuple[Cell, int]]:
@@ -125,27 +125,27 @@ class Grid:
         said = place / "said.txt"  # all of it: who speaks last need not be who failed first
         command = [sys.executable, *cell.words(seed), "--results_dir", str(place)]
         variables = {**os.environ, "PYTHONUNBUFFERED": "1", **cell.variables}  # its lines in the order of their writing
-        with open(said, "w") as opened, _ended_with_us(command, variables, opened) as process:
+        with open(said, "w", encoding="utf-8") as opened, _ended_with_us(command, variables, opened) as process:
             try:
                 how_it_ended = f"exit code {process.wait(RUN_LIMIT_S)}"
             except subprocess.TimeoutExpired:
                 how_it_ended = f"not done after {RUN_LIMIT_S:.0f} s"
         if process.returncode:
-            last = said.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+            last = said.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it said nothing"]
             raise ExperimentError(
                 f"{cell.command(seed)}: {how_it_ended}: {last[-1]} (all that it said: {said}); "
                 "the runs before it are kept: the same command goes on"
             )
         (table,) = place.glob("*/runs.csv")
-        with open(table, newline="") as file:
+        with open(table, newline="", encoding="utf-8") as file:
             rows = [{**row, "experiment": self.name, "command": cell.command(seed)} for row in csv.DictReader(file)]
         self._add(rows)
         shutil.rmtree(place)
 
     def _add(self, rows: list[dict[str, str]]) -> None:
-        before = self.table.read_text() if self.table.exists() else ",".join(COLUMNS) + "\n"
+        before = self.table.read_text(encoding="utf-8") if self.table.exists() else ",".join(COLUMNS) + "\n"
         temporary = self.table.with_suffix(".tmp")
-        with open(temporary, "w", newline="") as file:
+        with open(temporary, "w", newline="", encoding="utf-8") as file:
             file.write(before)
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writerows(rows)
         os.replace(temporary, self.table)

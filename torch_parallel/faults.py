@@ -75,7 +75,9 @@ def judge(plan: Plan) -> tuple[list[str], float]:
     try:
         fired_s = _wait_for_end(plan, process, misses, files)
         seconds = time.time() - fired_s if fired_s else math.nan
-        out_text, err_text = (Path(plan.folder, name).read_text(errors="replace") for name in ("out", "err"))
+        out_text, err_text = (
+            Path(plan.folder, name).read_text(encoding="utf-8", errors="replace") for name in ("out", "err")
+        )
         if not fired_s:
             misses.append("the fault never happened")
         misses += _wrong_end(plan, process.returncode, seconds, err_text)
@@ -132,7 +134,7 @@ def _wait_for_end(plan: Plan, process: subprocess.Popen[bytes], misses: list[str
 
 def _time_in(file: Path) -> float:
     """0 as long as it is not there or not written."""
-    return float(file.read_text() or 0.0) if file.exists() else 0.0
+    return float(file.read_text(encoding="utf-8") or 0.0) if file.exists() else 0.0
 
 
 def _wrong_end(plan: Plan, exit_code: int, seconds: float, err: str) -> list[str]:
@@ -200,7 +202,9 @@ def _session(session: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                state, _, _, its_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                state, _, _, its_session = (
+                    (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:4]
+                )
             except (OSError, ValueError):
                 continue
             if int(its_session) == session and state not in "ZX":
@@ -234,7 +238,7 @@ def drive(trials: int, seed: int, jobs: int, only: str, without: str, gpu_count:
             verdict = "MISS: " + "; ".join(misses) if misses else f"ok, {seconds:.1f} s"
             print(f"{number:4}/{trials}  {plan}: {verdict}", flush=True)
             if misses:
-                print(_indented(Path(plan.folder, "err").read_text(errors="replace")))
+                print(_indented(Path(plan.folder, "err").read_text(encoding="utf-8", errors="replace")))
     _print_table(counts)
     print(f"{trials - failed} of {trials} ended as they should")
     return failed

@@ -23,6 +23,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from torch_parallel.files import fill_closed_streams
+
 PRELOAD = [
     "torch_parallel.lifeline",  # first, see there
     "torch_parallel.huge_pages",  # before torch
@@ -45,6 +47,7 @@ def start() -> None:
     """Makes sure that the server runs, where there is one. Returns at once; the server imports in its own time."""
     if start_method() != "forkserver":
         return
+    fill_closed_streams()  # else a pipe of ours may become what a worker takes for its output
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     with _ctrl_c_masked(), _package_on_the_path():
         _start_unnamed()
@@ -186,7 +189,7 @@ def wait_until_gone() -> None:
 def is_stopped(process_id: int | None) -> bool:
     """Whether a process is stopped, by SIGSTOP or a terminal (Linux); False where there is no such process."""
     try:
-        with open(f"/proc/{process_id}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "Tt"
+        with open(f"/proc/{process_id}/stat", "rb") as file:  # the name in it may be any bytes
+            return file.read().rpartition(b")")[2].split()[0] in b"Tt"
     except (OSError, IndexError):
         return False

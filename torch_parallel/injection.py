@@ -169,7 +169,7 @@ class _Trap:
 
 
 def _note(plan: Plan) -> None:
-    (Path(plan.folder) / "fired").write_text(repr(time.time()))
+    (Path(plan.folder) / "fired").write_text(repr(time.time()), encoding="utf-8")
 
 
 def _take_out_the_death_watch() -> None:

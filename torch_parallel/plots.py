@@ -121,10 +121,10 @@ def main(arguments: list[str]) -> None:
         table, readme = Path(options.results_dir, TABLE.name), Path(options.readme)
         with making(str(table)):
             fastest = fastest_table(options.results_dir)
-        text = with_tables(readme.read_text(), options.results_dir)
+        text = with_tables(readme.read_text(encoding="utf-8"), options.results_dir)
         files = draw_all(Path(options.results_dir), Path(options.media), skip=print)
-        readme.write_text(text)
-        table.write_text(fastest)
+        readme.write_text(text, encoding="utf-8")
+        table.write_text(fastest, encoding="utf-8")
     except (ValueError, OSError) as error:
         sys.exit(f"plots: {error}")
     print("\n".join(["drawn:", *(f"  {file}" for file in files), f"tables filled: {readme}, {table}"]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import datetime
+import io
 import json
 import os
 import platform
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_parallel.devices import usable_cpus
+from torch_parallel.files import our_own, path_of, utf8
 
 COLUMNS = (
     "run_id",
@@ -84,7 +86,7 @@ class RunFolder:
         started = datetime.datetime.now().astimezone()
         name = re.sub(r"[^\w.-]+", "", name)  # it may hold the name of a user's function, "<lambda>" among them
         when = f"{started:%Y-%m-%d_%H%M%S}" if with_time else f"{started:%Y-%m-%d}"
-        self.path = _new_folder(Path(os.path.expanduser(results_dir)), f"{when}_{name}")
+        self.path = _new_folder(path_of(results_dir), f"{when}_{name}")
         self._manifest: dict[str, Any] = {"run_id": self.run_id, "started": started.isoformat(timespec="seconds")}
 
     @classmethod
@@ -92,20 +94,21 @@ class RunFolder:
         """A folder that was made before, to go on in."""
         folder = cls.__new__(cls)
         folder.path = path
-        folder._manifest = json.loads((path / "manifest.json").read_text())
+        folder._manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         folder._manifest.pop("error", None)  # of the time before
         return folder
 
     @property
     def run_id(self) -> str:
-        return self.path.name
+        return utf8(self.path.name).decode()
 
     def write_manifest(self, **entries: Any) -> None:
-        """Adds entries and writes manifest.json anew, by way of a temporary name."""
+        """Adds entries and writes manifest.json anew, by way of a temporary name. Raises OutputError."""
         self._manifest.update(entries)
         temporary = self.path / "manifest.json.tmp"
-        temporary.write_text(json.dumps(self._manifest, indent=2) + "\n")
-        os.replace(temporary, self.path / "manifest.json")
+        with our_own():
+            temporary.write_bytes(utf8(json.dumps(self._manifest, indent=2, ensure_ascii=False) + "\n"))
+            os.replace(temporary, self.path / "manifest.json")
 
     @contextlib.contextmanager
     def running(self, **entries: Any) -> Iterator[None]:
@@ -121,22 +124,24 @@ class RunFolder:
         self.write_manifest(status="completed")
 
     def append_rows(self, rows: list[dict[str, Any]]) -> None:
-        """Adds rows with the names of COLUMNS to runs.csv."""
+        """Adds rows with the names of COLUMNS to runs.csv. Raises OutputError."""
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, COLUMNS, restval="")
         file_path = self.path / "runs.csv"
-        is_new = not file_path.exists()
-        with open(file_path, "a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, restval="")
-            if is_new:
+        with our_own():
+            if not file_path.exists():
                 writer.writeheader()
             same = {name: self._manifest.get(name, "") for name in ("run_id", "started", "command", "commit")}
             writer.writerows([{**same, **row} for row in rows])
+            with open(file_path, "ab") as file:
+                file.write(utf8(text.getvalue()))
 
 
 def _new_folder(results_dir: Path, name: str) -> Path:
     """A folder that nobody else has, even if two runs of one name start in the same second."""
     attempt = 1
     while True:
-        path = results_dir / (name if attempt == 1 else f"{name}_{attempt}")
+        path = path_of(results_dir / (name if attempt == 1 else f"{name}_{attempt}"))
         try:
             path.mkdir(parents=True)
             return path
@@ -182,8 +187,8 @@ def _commit() -> str | None:
     try:
         # a package that is installed below somebody else's repository is not part of it
         subprocess.run([*git, "ls-files", "--error-unmatch", Path(__file__).name], capture_output=True, check=True)
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, check=True).stdout.decode().strip()
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit + ("+changes" if changed.stdout.strip() else "")
@@ -191,7 +196,7 @@ def _commit() -> str | None:
 
 def _processor() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from torch_parallel.files import our_own, path_of
+
 
 @dataclass(frozen=True)
 class StepTimes:
@@ -34,10 +36,10 @@ COLUMNS = ("run_id", "kind", "strategy", *(each.name for each in fields(StepTime
 
 
 class StepsFile:
-    """A file of steps, begun anew, to which each epoch's are added. Raises OSError where it cannot be written."""
+    """A file of steps, begun anew, to which each epoch's are added. Raises OutputError where it cannot be written."""
 
     def __init__(self, path: str | Path, **same: Any) -> None:
-        self._path = path
+        self._path = path_of(path)
         self._same = same  # run_id, kind, strategy: the same in all rows
         self._write("w", [dict(zip(COLUMNS, COLUMNS, strict=True))])
 
@@ -46,14 +48,14 @@ class StepsFile:
         self._write("a", rows)
 
     def _write(self, mode: str, rows: list[dict[str, Any]]) -> None:
-        with open(self._path, mode, newline="", encoding="utf-8") as file:
+        with our_own(), open(self._path, mode, newline="", encoding="utf-8") as file:
             csv.DictWriter(file, COLUMNS).writerows(rows)
 
 
 def read_steps(path: str | Path) -> list[StepTimes]:
     """The steps of a file of `StepsFile`, by epoch, step and rank. Raises ValueError for another file."""
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path_of(path), newline="", encoding="utf-8") as file:
             steps = [_step(row) for row in csv.DictReader(file, strict=True)]
     except (ValueError, KeyError, TypeError, csv.Error) as error:
         raise ValueError(f"{path} is no file of steps, as --steps_csv writes it: {error!r}") from None

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch_parallel.files import our_own, path_of, utf8
+
 LANES = ("compute", "send", "wait", "reduce", "copy", "update", "evaluate")
 """The usual lanes, from top to bottom. Others are allowed, and come after them in the order of the alphabet."""
 
@@ -40,7 +42,7 @@ def lane_order(events: Iterable[Event]) -> list[str]:
 def write_chrome_trace(events: Iterable[Event], path: str | Path) -> None:
     """Writes events as Chrome trace JSON, an event a line, with times in microseconds from the first event.
 
-    Raises `ValueError` for an event that ends before it starts.
+    Raises `ValueError` for an event that ends before it starts, OutputError where the file cannot be written.
     """
     # of events that start together the longest comes first
     events = sorted(events, key=lambda event: (event.start_s, -event.end_s, event.rank, event.lane, event.name))
@@ -52,7 +54,8 @@ def write_chrome_trace(events: Iterable[Event], path: str | Path) -> None:
     rows = [thread for lane in lane_order(events) for thread in sorted({each for each in threads if each[0] == lane})]
     lines = [json.dumps(line) for line in [*_names(names, rows), *_spans(events, [*map(rows.index, threads)])]]
     head, tail = '{"displayTimeUnit": "ms", "traceEvents": [', "]}"
-    Path(path).write_text("\n".join([head, ",\n".join(lines), tail, ""]), encoding="utf-8")
+    with our_own():
+        path_of(path).write_bytes(utf8("\n".join([head, ",\n".join(lines), tail, ""])))
 
 
 def _process(rank: int) -> int:
@@ -110,7 +113,7 @@ def read_chrome_trace(path: str | Path) -> list[Event]:
     Raises `ValueError` for a file that is something else.
     """
     try:
-        trace = json.loads(Path(path).read_text(encoding="utf-8"))
+        trace = json.loads(path_of(path).read_text(encoding="utf-8"))
         return [
             Event(span["pid"] - 1, span["cat"], span["name"], span["ts"] / 1e6, (span["ts"] + span["dur"]) / 1e6)
             for span in trace["traceEvents"]

@@ -213,7 +213,7 @@ def manifest(folder: str | Path) -> Record:
     """Command, commit, machine, versions and grid of an experiment. Raises DamagedResults."""
     file = Path(folder) / "manifest.json"
     try:
-        return Record(file, json.loads(file.read_text(), object_hook=partial(Record, file)))
+        return Record(file, json.loads(file.read_text(encoding="utf-8"), object_hook=partial(Record, file)))
     except (OSError, ValueError, TypeError) as error:
         raise DamagedResults(file, f"it cannot be read ({error})") from None
 
@@ -221,7 +221,7 @@ def manifest(folder: str | Path) -> Record:
 def read_table(file: Path) -> list[Record]:
     """The rows of a table, at least one. Raises DamagedResults, for one that ends within a row too."""
     try:
-        with open(file, newline="") as opened:
+        with open(file, newline="", encoding="utf-8") as opened:
             text = opened.read()
         header, *rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     except (OSError, ValueError, csv.Error) as error:

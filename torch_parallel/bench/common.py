@@ -51,7 +51,7 @@ def recorded(folder: RunFolder, n: int, **entries: Any) -> AbstractContextManage
 
 
 def write_table(file: Path, rows: list[dict[str, Any]]) -> None:
-    with open(file, "w", newline="") as opened:
+    with open(file, "w", newline="", encoding="utf-8") as opened:
         writer = csv.DictWriter(opened, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

@@ -164,7 +164,7 @@ def compared(timings: list[Measured], made: Fit, processors: int) -> list[dict[s
 
 def save_fit(folder: Path, processors: int) -> None:
     """Of the bench.csv there makes fit.json, the rates, and fit.csv, what they predict. Raises ValueError as `fit`."""
-    with open(folder / "bench.csv", newline="") as file:
+    with open(folder / "bench.csv", newline="", encoding="utf-8") as file:
         timings = [
             Measured(row["way"], int(row["n"]), int(row["size_bytes"]), float(row["time_us"]) / 1e6)
             for row in csv.DictReader(file)
@@ -172,7 +172,9 @@ def save_fit(folder: Path, processors: int) -> None:
         ]
     made = fit(timings, processors)
     rows = compared(timings, made, processors)
-    (folder / "fit.json").write_text(json.dumps(made.as_json() | {"processors": processors}, indent=2) + "\n")
+    (folder / "fit.json").write_text(
+        json.dumps(made.as_json() | {"processors": processors}, indent=2) + "\n", encoding="utf-8"
+    )
     write_table(folder / "fit.csv", rows)
     from torch_parallel.analysis.communication import fit_found  # likewise: matplotlib
 
@@ -182,7 +184,7 @@ def save_fit(folder: Path, processors: int) -> None:
 
 def foretold(folder: Path, n: int, nbytes: int) -> str:
     """What the fit.json there predicts of every all-reduce, in microseconds. Raises OSError, ValueError, KeyError."""
-    entries = json.loads((folder / "fit.json").read_text())
+    entries = json.loads((folder / "fit.json").read_text(encoding="utf-8"))
     made = Fit.of_json(entries)
     lines = [f"{nbytes:,} bytes, {n} ranks on {entries['processors']} processors, predicted:"]
     for name in ALL_REDUCE:
@@ -210,7 +212,9 @@ def bench_fit(arguments: list[str]) -> None:
         if options.n is not None:
             print(foretold(folder, options.n, round(options.mb * 2**20)))
         else:
-            save_fit(folder, json.loads((folder / "manifest.json").read_text())["machine"]["processors"])
+            save_fit(
+                folder, json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["machine"]["processors"]
+            )
     except (OSError, ValueError, KeyError, TypeError) as error:
         if options.n is not None:
             remedy = f"make it by `python -m torch_parallel bench fit {folder}`"

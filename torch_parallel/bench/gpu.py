@@ -86,7 +86,7 @@ def triton_version() -> str:
 def driver_version() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()[0]
+        return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=30, check=True).stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return "unknown"
 

@@ -51,7 +51,7 @@ def profiled(step: Callable[[], None], steps: int) -> list[Work]:
                 profiler.step()
         file = Path(temporary, "trace.json")
         profiler.export_chrome_trace(str(file))
-        events = json.loads(file.read_text())["traceEvents"]
+        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     return work_of(events)
 
 

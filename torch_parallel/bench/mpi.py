@@ -38,7 +38,7 @@ def why_not() -> str | None:
 def version() -> str:
     """Whose MPI it is, and which version, in its own words."""
     words = "from mpi4py import MPI; print(MPI.Get_library_version())"
-    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, encoding="utf-8", timeout=60)
     return done.stdout.split(",")[0].strip("\x00\n ")
 
 
@@ -62,13 +62,13 @@ def measure(n: int, jobs: list[tuple[str, int, int]], threads: int) -> list[dict
             command,
             env={**os.environ, **allowed},
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             timeout=LIMIT_S,
             cwd=Path(__file__).parents[2],
         )
         if done.returncode or not file.exists():
             raise RuntimeError(f"mpiexec: exit code {done.returncode}: {(done.stderr or done.stdout).strip()[-300:]}")
-        results: list[dict[str, Any]] = json.loads(file.read_text())
+        results: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
         return results
 
 
@@ -78,7 +78,7 @@ def main(file: str, jobs: list[tuple[str, int, int]]) -> None:
     world = MPI.COMM_WORLD
     results = [_time(world, MPI, *job) for job in jobs]
     if world.rank == 0:
-        Path(file).write_text(json.dumps(results))
+        Path(file).write_text(json.dumps(results), encoding="utf-8")
 
 
 def _time(world: Any, mpi: Any, operation: str, size_bytes: int, repeats: int) -> dict[str, Any]:

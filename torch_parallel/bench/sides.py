@@ -184,4 +184,6 @@ def memory_bytes(device: torch.device) -> int:
     path = Path("/proc/self/smaps_rollup")
     if not path.exists():
         return 0
-    return next(1024 * int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith("Pss:"))
+    return next(
+        1024 * int(line.split()[1]) for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("Pss:")
+    )

@@ -22,7 +22,7 @@ def measured(table: Path = TABLE) -> dict[tuple[str, int], dict[int, str]]:
     """For each kind of device and number of ranks the fastest algorithm by size in bytes; empty without a table."""
     fastest: dict[tuple[str, int], dict[int, str]] = {}
     if table.exists():
-        with open(table, newline="") as file:
+        with open(table, newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 if row["algorithm"] in ALL_REDUCE:
                     fastest.setdefault((row["device"], int(row["n"])), {})[int(row["size_bytes"])] = row["algorithm"]

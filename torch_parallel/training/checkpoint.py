@@ -27,6 +27,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from torch_parallel.files import path_of
 from torch_parallel.gradients.layout import lies_over_itself, written_once
 from torch_parallel.strategies.replicas import described, extra_state, make_missing_buffers, set_extra_state
 
@@ -97,7 +98,7 @@ def find(path: str) -> Path:
     Raises CheckpointError where there is none, and where the one meant is damaged: an earlier complete one is named,
     and is never taken silently.
     """
-    given = Path(path)
+    given = path_of(path)
     if given.is_dir():
         candidates = complete_checkpoints(given) or complete_checkpoints(given / "checkpoints")
         if not candidates:

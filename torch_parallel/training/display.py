@@ -11,6 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from torch_parallel.devices import threads_per_worker, usable_cpus
+from torch_parallel.files import our_own, say
 from torch_parallel.results import RunFolder, joined
 from torch_parallel.status import StatusBoard
 from torch_parallel.steps import StepsFile
@@ -59,8 +60,8 @@ class Display:
 
     def say(self, line: str) -> None:
         if self.verbose:
-            with tqdm.external_write_mode():
-                print(line, flush=True)
+            with our_own(), tqdm.external_write_mode():
+                say(line)
 
     def introduce(self, lines: list[str | None]) -> None:
         config = self.config

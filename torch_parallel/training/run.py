@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from torch_parallel import preflight
 from torch_parallel.devices import choose_processes
+from torch_parallel.files import path_of
 from torch_parallel.launcher import launch
 from torch_parallel.results import ResultsError, RunFolder, environment
 from torch_parallel.strategies import BUILTIN, STRATEGIES
@@ -140,10 +140,11 @@ def _check_writable(**files: str | None) -> None:
     for name, path in files.items():
         try:
             if path:
-                was_there = Path(path).exists()
-                open(path, "ab").close()
+                file = path_of(path)
+                was_there = file.exists()
+                file.open("ab").close()
                 if not was_there:
-                    Path(path).unlink()
+                    file.unlink()
         except OSError as error:
             raise ResultsError(
                 f"--{name} {path}: it cannot be written ({error.strerror}); name another file"
