@@ -7,9 +7,9 @@ gradients on GPU 0. Without GPUs torch.nn.DataParallel runs the plain module in 
 Same flags, data, seed, order, global batch and evaluation as train.py; none of the code that it is compared with.
 """
 
-import contextlib
 import dataclasses
 import os
+import signal
 import sys
 import time
 
@@ -18,9 +18,16 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large tensors in huge page
 import torch
 from torch.nn.functional import cross_entropy
 
-from torch_parallel.results import ResultsError, RunFolder, environment
+from torch_parallel.results import OutputError, ResultsError, RunFolder, environment, prepare_streams
 from torch_parallel.training.config import CONTROL_FLAGS, ConfigError, RunConfig, command_line_parser
-from torch_parallel.training.evaluate import count_correct, moment, seconds_between
+from torch_parallel.training.evaluate import (
+    Diverged,
+    count_correct,
+    first_not_finite,
+    moment,
+    not_finite,
+    seconds_between,
+)
 from torch_parallel.workloads import DataError, Dataset, build_model, load_dataset
 
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
@@ -35,6 +42,7 @@ def train(config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
     options = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "fused": True}
     options |= {"momentum": config.momentum} if config.optimizer == "sgd" else {}
     optimizer = OPTIMIZERS[config.optimizer](bare.parameters(), **options)
+    optimized, made_so = [(list(bare.named_parameters()), optimizer)], not_finite(bare)
     torch.manual_seed(config.seed * 1_000_003 + 7919)  # as the first rank of train.py
     all_inputs, all_targets = dataset.train_inputs.to(device), dataset.train_targets.to(device)
     count, epochs, on_gpu = len(all_targets), config.epochs_on(dataset.name), device.type == "cuda"
@@ -62,6 +70,9 @@ def train(config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
         test_loss, correct, tested = count_correct(
             bare, dataset.test_inputs, dataset.test_targets, lambda x: dataset.normalize(x, dtype), device
         )
+        losses = {"training loss": loss_sum, "test loss": test_loss}
+        if fault := first_not_finite(bare, optimized, losses, made_so):
+            raise Diverged(fault, epoch)
         rate = (count - warm_up[1]) / (train_s - warm_up[0])
         print(
             f"epoch {epoch}/{epochs}  train loss {float(loss_sum) / count:.4f}  "
@@ -100,12 +111,20 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        try:
-            main()
-        except (ConfigError, DataError, ResultsError) as error:
-            print(f"param_server_builtin.py: error: {error}", file=sys.stderr)
-            sys.exit(2)
-        except KeyboardInterrupt:
-            print("param_server_builtin.py: interrupted", file=sys.stderr)
-            sys.exit(130)
+    prepare_streams()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores the second
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    code, said = 0, ""
+    try:
+        main()
+    except (ConfigError, DataError, ResultsError) as error:
+        code, said = 2, f"error: {error}"
+    except (Diverged, OutputError) as error:
+        code, said = 1, str(error)
+    except KeyboardInterrupt:
+        code, said = 130, "interrupted"
+    if said:
+        print(f"param_server_builtin.py: {said}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what `| head` has not read is not tried once more
+    sys.exit(code)

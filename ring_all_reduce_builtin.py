@@ -7,14 +7,18 @@ those that torch documents as saving time: gradients are views of the buckets, t
 fused, and BatchNorm's statistics are each rank's own until they are evaluated.
 """
 
-import contextlib
 import dataclasses
 import inspect
 import json
+import multiprocessing.connection
+import multiprocessing.resource_tracker
 import os
+import signal
 import statistics
 import sys
 import time
+import traceback
+from typing import Any
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large tensors in huge pages, as in train.py's workers
 
@@ -24,9 +28,16 @@ import torch.multiprocessing as mp
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_parallel.results import ResultsError, RunFolder, environment
+from torch_parallel.results import OutputError, ResultsError, RunFolder, environment, prepare_streams
 from torch_parallel.training.config import CONTROL_FLAGS, ConfigError, RunConfig, command_line_parser
-from torch_parallel.training.evaluate import count_correct, moment, seconds_between
+from torch_parallel.training.evaluate import (
+    Diverged,
+    count_correct,
+    first_not_finite,
+    moment,
+    not_finite,
+    seconds_between,
+)
 from torch_parallel.workloads import DataError, Dataset, build_model, load_dataset
 
 NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -38,17 +49,31 @@ FEWEST_TIMED = 5
 """With fewer steps timed in an epoch its exchange is not told apart."""
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
+LAST_WORDS_S = 0.3
+"""After the end of a first rank, the time in which it shows who ended before."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Only the launcher acts on these, which reach every process of a terminal, until a rank is ready for them."""
+
+
+class RankFailed(Exception):
+    """A rank ended before it had finished. The message names it and says why."""
+
 
 def train_rank(
-    rank: int, world_size: int, port: int, threads: int, config: RunConfig, dataset: Dataset, folder: RunFolder
+    rank: int,
+    world_size: int,
+    store: dist.Store,
+    threads: int,
+    config: RunConfig,
+    dataset: Dataset,
+    folder: RunFolder,
 ) -> None:
-    """One process: trains its replica on its share of every batch."""
+    """One process: trains its replica on its share of every batch. Raises Diverged."""
     on_gpu = config.device == "cuda"
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     torch.set_num_threads(threads)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size)
     dtype = getattr(torch, config.dtype)
     torch.manual_seed(config.seed)
@@ -59,6 +84,7 @@ def train_rank(
     optimizer = OPTIMIZERS[config.optimizer](
         bare.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True, **options
     )
+    optimized, made_so = [(list(bare.named_parameters()), optimizer)], not_finite(bare)
     torch.manual_seed(config.seed * 1_000_003 + 7919 * (rank + 1))  # dropout draws differ between the ranks
     all_inputs, all_targets = dataset.train_inputs.to(device), dataset.train_targets.to(device)
     count = len(all_targets)
@@ -93,8 +119,11 @@ def train_rank(
         )
         sums = torch.tensor([float(loss_sum), *tested], dtype=torch.float64, device=device)
         dist.all_reduce(sums)
+        train_loss, test_loss, correct, test_count = sums.tolist()
+        losses = {"training loss": train_loss, "test loss": test_loss}
+        if fault := first_not_finite(bare, optimized, losses, made_so):
+            raise Diverged(fault, epoch)
         if rank == 0:
-            train_loss, test_loss, correct, test_count = sums.tolist()
             row = {"epoch": epoch, "steps": -(-count // config.batch_size), "train_s": train_s}
             row["update_s"] = sum(seconds_between(*update) for update in updates)
             row |= {"samples_per_s": (count - warm_up[1]) / (train_s - warm_up[0]), "train_loss": train_loss / count}
@@ -107,6 +136,68 @@ def train_rank(
         torch.save({name: value.cpu() for name, value in bare.state_dict().items()}, folder.path / "weights.pt")
     dist.barrier(device_ids=[rank] if on_gpu else None)
     dist.destroy_process_group()
+
+
+def rank_main(rank: int, world_size: int, port: int, *arguments: Any) -> None:
+    """A rank from its start to its end. Whether it has finished, or what went wrong, it tells the launcher's store.
+
+    Its exit code would not do: torch takes a rank that ends early with 0 for one that has finished.
+    """
+    prepare_streams()
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        try:
+            train_rank(rank, world_size, store, *arguments)
+        except Exception as error:
+            words = str(error)
+            if not isinstance(error, Diverged | OutputError):  # else these say all
+                words = f"{type(error).__name__}: {error}\n\n{traceback.format_exc().rstrip()}"
+            store.set(f"words {store.add('words', 1)}", json.dumps([rank, words]))
+            os._exit(1)  # at once: its peers learn of it
+        store.set(f"finished {rank}", "")
+    except Exception:  # the launcher does not answer
+        traceback.print_exc()
+        os._exit(1)
+
+
+def run_ranks(n: int, store: dist.TCPStore, *arguments: Any) -> None:
+    """Starts the ranks and returns when all have finished. Raises RankFailed; however it ends, no rank is left."""
+    multiprocessing.resource_tracker.ensure_running()  # whose start would take the mask away
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    context = mp.spawn(rank_main, (n, store.port, *arguments), nprocs=n, join=False, daemon=True)
+    ranks = dict(enumerate(context.processes))
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        while ranks:
+            multiprocessing.connection.wait([process.sentinel for process in ranks.values()])
+            ended = [rank for rank, process in ranks.items() if process.exitcode is not None]
+            if any(ranks[rank].exitcode or not store.check([f"finished {rank}"]) for rank in ended):
+                raise RankFailed(who_failed(ranks, store))
+            for rank in ended:
+                del ranks[rank]
+    finally:
+        for process in ranks.values():
+            process.kill()
+        for process in ranks.values():
+            process.join()
+
+
+def who_failed(ranks: dict[int, Any], store: dist.TCPStore) -> str:
+    """The rank that ended without a word, which is why its peers failed; else the first that said why it did."""
+    time.sleep(LAST_WORDS_S)
+    keys = [f"words {number}" for number in range(1, store.add("words", 0) + 1)]
+    by_rank = dict(json.loads(store.get(key)) for key in keys if store.check([key]))  # one may have died in between
+    for rank, process in ranks.items():
+        code, finished = process.exitcode, store.check([f"finished {rank}"])
+        if rank not in by_rank and code is not None and not (code == 0 and finished):
+            if code >= 0:
+                return f"rank {rank} ended with exit code {code}{'' if finished else ' before it had finished'}"
+            return f"rank {rank} was killed by signal {-code} ({signal.strsignal(-code)})"
+    rank, words = next(iter(by_rank.items()))
+    return f"rank {rank} failed: {words}"
 
 
 def exposed_exchange_s(model: DistributedDataParallel) -> float:
@@ -168,17 +259,25 @@ def main() -> None:
     here = environment()
     threads = threads_each(n, here["machine"]["usable_processors"])
     with folder.running(**here, config=dataclasses.asdict(config), strategy="ddp", settings=DDP_SETTINGS):
-        mp.spawn(train_rank, (n, store.port, threads, config, dataset, folder), nprocs=n)
+        run_ranks(n, store, threads, config, dataset, folder)
     print(f"results in {folder.path}")
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        try:
-            main()
-        except (ConfigError, DataError, ResultsError) as error:
-            print(f"ring_all_reduce_builtin.py: error: {error}", file=sys.stderr)
-            sys.exit(2)
-        except KeyboardInterrupt:
-            print("ring_all_reduce_builtin.py: interrupted", file=sys.stderr)
-            sys.exit(130)
+    prepare_streams()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores the second
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    code, said = 0, ""
+    try:
+        main()
+    except (ConfigError, DataError, ResultsError) as error:
+        code, said = 2, f"error: {error}"
+    except (RankFailed, OutputError) as error:
+        code, said = 1, str(error)
+    except KeyboardInterrupt:
+        code, said = 130, "interrupted"
+    if said:
+        print(f"ring_all_reduce_builtin.py: {said}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what `| head` has not read is not tried once more
+    sys.exit(code)

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -46,6 +47,7 @@ def control_here(script: str, folder: Path, *more: str) -> Ended:
     What the workers print is not caught.
     """
     out, err, threads = io.StringIO(), io.StringIO(), torch.get_num_threads()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     code: Any = 0
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         fork_server.start()
@@ -58,6 +60,8 @@ def control_here(script: str, folder: Path, *more: str) -> Ended:
             code = ended.code
         finally:
             torch.set_num_threads(threads)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
     return Ended(sys.argv, code, out.getvalue(), err.getvalue())
 
 

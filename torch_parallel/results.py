@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from torch_parallel.devices import usable_cpus
+from torch_parallel.files import OutputError as OutputError  # the controls take these two from here
 from torch_parallel.files import our_own, path_of, utf8
+from torch_parallel.files import prepare_streams as prepare_streams
 
 COLUMNS = (
     "run_id",

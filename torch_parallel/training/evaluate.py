@@ -64,6 +64,13 @@ def seconds_between(start: Moment, end: Moment) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
+class Diverged(ArithmeticError):
+    """Something is NaN or infinite after an epoch. One line: what, and in which epoch."""
+
+    def __init__(self, what: str, epoch: int) -> None:
+        super().__init__(f"{what} is NaN or infinite after epoch {epoch}; a smaller --lr may help")
+
+
 Optimized = Iterable[tuple[Sequence[tuple[str, Tensor]], Optimizer]]
 """Named parameters, each with the optimizer that updates them."""
 
@@ -76,7 +83,7 @@ def first_not_finite(
 ) -> str | None:
     """What is NaN or infinite, in words, such as "the buffer 2.running_mean"; None where all is finite.
 
-    Looks at `losses` by name, then at the parameters and buffers of `model`, then at the state of its optimizers.
+    Looks at the parameters and buffers of `model`, at the state of its optimizers, then at `losses` by name.
     `except_for` holds what `not_finite` said of the model when it was made: a mask of -inf is no fault. It is for the
     end of an epoch: it reads every tensor, and waits for a GPU once.
     """
@@ -88,10 +95,11 @@ def not_finite(
     model: nn.Module, optimized: Optimized = (), losses: Mapping[str, float | Tensor] | None = None
 ) -> list[str]:
     """All that is NaN or infinite, in words and in the order of `first_not_finite`."""
-    named = [(f"the {name}", torch.as_tensor(loss)) for name, loss in (losses or {}).items()]
+    named: list[tuple[str, Tensor]] = []
     named += [(f"the parameter {name}", parameter) for name, parameter in model.named_parameters()]
     named += [(f"the buffer {name}", buffer) for name, buffer in model.named_buffers()]
     named += _states(optimized)
+    named += [(f"the {name}", torch.as_tensor(loss)) for name, loss in (losses or {}).items()]
     answers = [_is_finite(tensor) for _, tensor in named]
     known: dict[torch.device, Iterator[bool]] = {
         device: iter(torch.stack([answer for answer in answers if answer.device == device]).tolist())
