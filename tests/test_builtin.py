@@ -212,3 +212,21 @@ def test_what_a_control_does_not_do_is_refused(script: str, flag: str, value: st
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and flag in done.stderr
     assert not (tmp_path / "results").exists()
+
+
+ONE_STEP = ("--epochs", "1", "--train_size", "20")
+
+
+@both_controls
+@pytest.mark.parametrize("options", [("--lr", "1e6"), ("--lr", "1e45", *ONE_STEP)], ids=["diverges", "last_update"])
+def test_what_is_not_finite_stops_a_control(script: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    """Also where the only update overflows, so that the loss that it was made of is finite."""
+    done = control_here(script, tmp_path, *options, "--n_gpus", "2", "--dtype", "float32")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{script}: ")
+    assert "the parameter " in line and "is NaN or infinite after epoch 1" in line
+    (run,) = tmp_path.iterdir()
+    manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["status"] == "failed" and line.endswith(manifest["error"])
+    assert [file.name for file in run.iterdir()] == ["manifest.json"]
