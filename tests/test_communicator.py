@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transports import in_threads
 
+from torch_parallel import communicator as communicator_module
 from torch_parallel.collectives import ALL_REDUCE
 from torch_parallel.communicator import Communicator
 from torch_parallel.launcher import WorkerFailure, launch
@@ -182,6 +183,27 @@ def test_alone_nothing_changes_and_nothing_is_sent() -> None:
         )
 
     assert on_threads(1, alone) == [([1.5, float("inf")], [1.5, float("inf")], [0])]
+
+
+def gathered_in_pieces(c: Communicator, sizes: list[int], root: int) -> tuple[Any, int]:
+    """What arrives, twice, and the bytes of the buffer that it went through."""
+    thing = {"rank": c.rank, "bytes": bytes([c.rank + 1]) * sizes[c.rank]}
+    first, second = c.gather(thing, root), c.gather(c.rank, root)
+    assert second == (list(range(c.world_size)) if c.rank == root else None)
+    return first, sum(each.local.numel() for (_, dtype), each in c._scratch.items() if dtype == torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "root"), [([0, 0, 0], 0), ([5000, 0, 1], 1), ([1, 2048, 9000], 2), ([4096, 4096, 4096], 0), ([7777], 0)]
+)
+def test_objects_of_any_size_go_through_a_small_buffer(
+    sizes: list[int], root: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(communicator_module, "GATHER_BYTES", 2048)
+    results = on_threads(len(sizes), gathered_in_pieces, sizes, root)
+    expected = [{"rank": rank, "bytes": bytes([rank + 1]) * size} for rank, size in enumerate(sizes)]
+    assert [things for things, _ in results] == [expected if rank == root else None for rank in range(len(sizes))]
+    assert max(buffer_bytes for _, buffer_bytes in results) <= 2048
 
 
 @pytest.mark.parametrize("root", [-1, 3])

@@ -24,6 +24,8 @@ from torch_parallel.transport.base import Transport
 from torch_parallel.transport.buffer import SharedBuffer
 
 _REMEMBERED_SIZES = 64
+GATHER_BYTES = 4 << 20
+"""The largest piece of an object that is gathered; so large a buffer each rank keeps for it."""
 
 
 @dataclass
@@ -147,19 +149,30 @@ class Communicator:
         return self.all_gather(mine)
 
     def gather(self, thing: Any, root: int = 0) -> list[Any] | None:
-        """Every rank's picklable `thing`, by rank, on `root`; None elsewhere. All ranks call it."""
+        """Every rank's picklable `thing`, by rank, on `root`; None elsewhere. All ranks call it.
+
+        Things of any size go through a buffer of at most GATHER_BYTES on each rank, one piece after the other.
+        """
         data = pickle.dumps(thing)
         # Everybody has left what came before this exchange, so nobody uses the buffer of bytes any more.
-        sizes = self.all_ranks(torch.tensor(len(data)))
+        sizes = self.all_ranks(torch.tensor(len(data))).tolist()
+        received = [bytearray() for _ in sizes]
+        for start in range(0, max(sizes), GATHER_BYTES):
+            self._gather_piece(data[start : start + GATHER_BYTES], [size - start for size in sizes], received, root)
+        return [pickle.loads(each) for each in received] if self.rank == root else None
+
+    def _gather_piece(self, piece: bytes, left: list[int], received: list[bytearray], root: int) -> None:
+        """Adds every rank's piece to what `root` has received, of which so many bytes were `left` before."""
         host = self._transport_for("cpu")
-        buffer = self._buffer("cpu", int(sizes.max()), torch.uint8)
-        buffer.local[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        buffer = self._buffer("cpu", min(max(left), GATHER_BYTES), torch.uint8)
+        if piece:
+            buffer.local[: len(piece)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
         host.agree("read the objects gathered")
-        if self.rank != root:
-            return None
-        return [
-            pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(buffer.parts, sizes.tolist(), strict=True)
-        ]
+        if self.rank == root:
+            for part, size, so_far in zip(buffer.parts, left, received, strict=True):
+                so_far += part[: max(0, size)].numpy().tobytes()
+        if max(left) > GATHER_BYTES:
+            host.agree("write the next piece of the objects gathered")
 
     def broadcast_object(self, thing: Any, root: int = 0) -> Any:
         """Rank `root`'s picklable `thing`, on all ranks. All ranks call it; what the others pass does not count."""

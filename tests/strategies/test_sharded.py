@@ -153,6 +153,35 @@ def test_saved_state_is_of_whole_parameters(n: int) -> None:
             assert torch.equal(whole[name][key], value), (name, key)
 
 
+def in_small_pieces(communicator: Communicator, piece_bytes: int) -> tuple[dict[str, dict[str, Any]], list[int], int]:
+    """The state after two steps, how many elements each message had, and the bytes of the buffer that they took."""
+    sharded.PIECE_BYTES = piece_bytes
+    sent, plain = [], communicator.gather
+
+    def gather(states: Any) -> Any:
+        sent.append(sum(each.numel() for state in states.values() for key, each in state.items() if key != "step"))
+        return plain(states)
+
+    communicator.gather = gather  # type: ignore[method-assign]
+    state = saved_state(communicator)
+    return state, sent, communicator._scratch["cpu", torch.uint8].local.numel()
+
+
+@pytest.mark.parametrize("elements", [1, 2, 3, 100])
+def test_state_is_brought_together_in_pieces(elements: int) -> None:
+    """Ten elements on three ranks are 4, 3 and 3. Each has two numbers of state; c, of no gradient, has none."""
+    results = launch(in_small_pieces, 3, 8 * elements, deadline_s=20)
+    expected = reference()
+    whole = results[0][0]
+    assert list(whole) == list(launch(saved_state, 3, deadline_s=20)[0]) and whole.keys() == expected.keys()
+    for name, state in expected.items():
+        for key, value in state.items():
+            assert torch.equal(whole[name][key], value) and whole[name][key].shape == value.shape, (name, key)
+    for _, sent, buffer_bytes in results:
+        assert max(sent) <= 2 * elements and len(sent) == max(1, -(-4 // elements))
+        assert buffer_bytes <= 4096
+
+
 def taken_up(communicator: Communicator, state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     strategy = make(communicator)
     strategy.load_optimizer_state(state)

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,6 +47,9 @@ from torch_parallel.transport.buffer import SharedBuffer
 
 ELEMENTWISE = (SGD, Adam, AdamW)
 """What these make of an element depends on that element's gradient and state alone, so they may work on pieces."""
+
+PIECE_BYTES = 4 << 20
+"""Of each shard, as much as this of parameters at a time: so their optimizer's state is brought to rank 0."""
 
 
 class ShardedParamServer(FromScratch):
@@ -147,10 +151,22 @@ class ShardedParamServer(FromScratch):
         return flat
 
     def optimizer_state(self) -> States:
-        own = optimizer_state.read(self.optimized())
-        by_rank = self.communicator.gather(own)
+        """Of whole parameters, on rank 0. It comes there in pieces: no other rank holds more than its own state."""
+        parts: dict[str, dict[str, list[tuple[int, Any]]]] = {}  # of a parameter and key: from which rank, and what
+        for bucket, shard in zip(self.buckets, self.shards, strict=True):
+            bounds = chunk_bounds(bucket.numel, self.transport.world_size)
+            length = max(1, PIECE_BYTES // bucket.flat.itemsize)
+            for start in range(0, max(stop - begin for begin, stop in pairwise(bounds)), length):
+                for rank, states in enumerate(self.communicator.gather(shard.states(start, start + length)) or []):
+                    for name, state in states.items():
+                        for key, value in state.items():
+                            parts.setdefault(name, {}).setdefault(key, []).append((rank, value))
         parameters = [each for bucket in self.buckets for each in bucket.parameters]
-        return {} if by_rank is None else _put_together(by_rank, parameters)
+        return {
+            name: {key: _put_together(some, parameter) for key, some in parts.pop(name).items()}
+            for name, parameter in parameters
+            if name in parts
+        }
 
     def load_optimizer_state(self, state: States) -> None:
         pieces = [piece for shard in self.shards for piece in shard.pieces if piece.name in state]
@@ -178,6 +194,13 @@ class Piece:
             for key, value in state.items()
         }
 
+    def copied(self, value: Any, first: int, last: int) -> Any:
+        """Elements [first, last) of this piece's state, as they lie; what is not one number an element is as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        chosen = in_memory_order(value, self.parameter)[first:last] if value.ndim else value
+        return chosen.detach().cpu().clone()
+
 
 class Shard:
     """Chunk `rank` of a bucket, cut at the boundaries of parameters, and what updates it: nothing, if it is empty."""
@@ -203,6 +226,18 @@ class Shard:
         for piece in self.pieces:
             piece.parameter.grad = piece.gradient if self.used[piece.position] else None
 
+    def states(self, start: int, stop: int) -> States:
+        """By parameter, copies on the CPU of what the optimizer has for elements [start, stop) of the shard: flat."""
+        states: States = {}
+        begin = 0
+        for piece in self.pieces:
+            first, last = max(start - begin, 0), min(stop - begin, piece.stop - piece.start)
+            begin += piece.stop - piece.start
+            state = self.optimizer.state.get(piece.parameter) if self.optimizer is not None else None
+            if first < last and state:
+                states[piece.name] = {key: piece.copied(value, first, last) for key, value in state.items()}
+        return states
+
 
 def _pieces(bucket: Bucket, flat_parameters: Tensor, start: int, stop: int) -> Iterator[Piece]:
     begin = 0
@@ -217,13 +252,9 @@ def _pieces(bucket: Bucket, flat_parameters: Tensor, start: int, stop: int) -> I
         begin = end
 
 
-def _put_together(by_rank: list[States], parameters: NamedParameters) -> States:
-    """The states of whole parameters, of those of their pieces, which lie in the order of the ranks."""
-    whole: States = {}
-    for name, parameter in parameters:
-        pieces = [states[name] for states in by_rank if name in states]
-        for key in pieces[0] if pieces else ():
-            parts = [piece[key] for piece in pieces]
-            is_cut = len(parts) > 1 and isinstance(parts[0], Tensor) and parts[0].ndim
-            whole.setdefault(name, {})[key] = laid_out(torch.cat(parts), parameter) if is_cut else parts[0]
-    return whole
+def _put_together(parts: list[tuple[int, Any]], parameter: Parameter) -> Any:
+    """The state of a whole parameter, of its parts, which lie in the order of the ranks."""
+    values = [value for _, value in sorted(parts, key=lambda part: part[0])]
+    if not isinstance(values[0], Tensor) or not values[0].ndim:
+        return values[0]
+    return laid_out(torch.cat(values), parameter)
