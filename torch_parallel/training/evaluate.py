@@ -16,6 +16,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from torch_parallel.training.outputs import fitting
+
 EVALUATION_BATCH = 500
 
 Moment = float | torch.cuda.Event
@@ -27,10 +29,12 @@ def count_correct(
     targets: Tensor,
     prepare: Callable[[Tensor], Tensor],
     device: torch.device | None = None,
+    class_count: int = 1,
 ) -> tuple[float, int, int]:
     """Sum of the losses, correct predictions, and samples, of `inputs` [n, ...] and `targets` [n].
 
-    `prepare` makes a batch of inputs what the model is fed. Every module is left in the mode it was in.
+    `prepare` makes a batch of inputs what the model is fed, which is a copy: a model may write in it. Every module is
+    left in the mode it was in. Raises OutputMisfit for a model that gives no logits of at least `class_count` classes.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -39,7 +43,7 @@ def count_correct(
         for start in range(0, len(targets), EVALUATION_BATCH):
             batch = slice(start, start + EVALUATION_BATCH)
             wanted = targets[batch].to(device)
-            logits = model(prepare(inputs[batch].to(device)))
+            logits = fitting(model(prepare(inputs[batch].to(device, copy=True))), len(wanted), class_count)
             loss_sum += cross_entropy(logits, wanted, reduction="sum").item()
             correct += int((logits.argmax(1) == wanted).sum())
     for module in training:

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,23 +32,24 @@ from torch_parallel.training.config import RunConfig
 from torch_parallel.training.evaluate import count_correct, first_not_finite, not_finite
 from torch_parallel.training.feeder import make_feeder
 from torch_parallel.training.optimizers import make_optimizer
+from torch_parallel.training.outputs import fitting
 from torch_parallel.training.record import Epoch, RankEpoch, Saved, Served, Started, Steps
 from torch_parallel.training.recorder import StepRecorder, compute_ends
 from torch_parallel.training.replica import build_replica
 from torch_parallel.training.sampler import batches, looking_ahead, step_count
 from torch_parallel.training.schedule import factor
 from torch_parallel.training.tracing import Tracer
-from torch_parallel.workloads import Dataset
+from torch_parallel.workloads import Dataset, DatasetForm
 
 TENSORS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank of a run is given. The four tensors of `dataset` travel apart, in memory that all ranks map."""
+    """What every rank of a run is given. The data set's tensors travel apart, in memory that all ranks map."""
 
     config: RunConfig
-    dataset: Dataset
+    dataset: DatasetForm
     make_model: Callable[[], nn.Module]
     checkpoint_folder: str = ""
     resume_from: str | None = None  # a checkpoint that was found complete
@@ -63,9 +64,7 @@ def make_job(
 ) -> tuple[Job, dict[str, Tensor]]:
     """The job, and the tensors to `launch(..., shared=...)` beside it."""
     tensors = {name: getattr(dataset, name) for name in TENSORS}
-    nothing = torch.empty(0)
-    without = replace(dataset, train_inputs=nothing, train_targets=nothing, test_inputs=nothing, test_targets=nothing)
-    return Job(config, without, make_model, checkpoint_folder, resume_from), tensors
+    return Job(config, dataset.form, make_model, checkpoint_folder, resume_from), tensors
 
 
 def train_worker(communicator: Communicator, job: Job) -> dict[str, Any]:
@@ -241,7 +240,8 @@ class Trainer:
 
     def _forward_and_backward(self, inputs: Tensor, targets: Tensor, divided_by: int) -> None:
         with self._precision():
-            loss_sum = cross_entropy(self.strategy.forward(self._prepare(inputs)), targets, reduction="sum")
+            logits = fitting(self.strategy.forward(self._prepare(inputs)), len(targets), self.dataset.class_count)
+            loss_sum = cross_entropy(logits, targets, reduction="sum")
         (loss_sum / (divided_by / self.strategy.loss_factor)).backward()
         self.loss_sum += loss_sum.detach()
         self.samples_seen += len(targets)
@@ -313,7 +313,12 @@ class Trainer:
         part = shard(len(targets), self.communicator.worker_index, self.communicator.worker_count)
         with self._precision():
             loss_sum, correct, _ = count_correct(
-                self.model, self.data["test_inputs"][part], targets[part], self._prepare, self.communicator.device
+                self.model,
+                self.data["test_inputs"][part],
+                targets[part],
+                self._prepare,
+                self.communicator.device,
+                self.dataset.class_count,
             )
         buffers.restore()
         return loss_sum, correct

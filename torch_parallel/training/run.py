@@ -74,10 +74,11 @@ def train(
             config.dataset, config.data_dir, config.train_size, config.seed, config.test_size
         )
     else:
+        if not isinstance(dataset, Dataset):
+            raise DataError(f"dataset is of type {type(dataset).__name__}; a torch_parallel.Dataset is wanted")
+        dataset.require_samples()
         data_line = f"{dataset.name} from {dataset.source}"
         dataset = dataset.subset(config.train_size, config.seed, config.test_size)
-    if len(dataset.train_targets) == 0 or len(dataset.test_targets) == 0:
-        raise DataError(f"{dataset.name} has no samples to train on, or none to test with")
     model_is_given = make_model is not None
     make_model = make_model or partial(build_model, config.model, dataset.image_shape, dataset.class_count)
     model_name = getattr(make_model, "__name__", "model") if model_is_given else config.model

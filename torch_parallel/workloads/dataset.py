@@ -6,27 +6,54 @@ instead of 220 MB, and one copy in shared memory serves all workers, whatever dt
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
+from torch_parallel.workloads.checks import checked
+from torch_parallel.workloads.errors import DataError, DataNotFound
 
-class DataError(Exception):
-    """The data asked for cannot be had or cannot be trusted. The message is one line: what, where, and what helps."""
 
+@dataclass(frozen=True)
+class DatasetForm:
+    """What a data set is beside its samples: all that a worker is told, who has these in shared memory."""
 
-class DataNotFound(DataError):
-    """No file of it was found and none could be downloaded. What was found but is damaged is a plain `DataError`."""
+    name: str
+    class_count: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def normalize(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """What the model is fed for a batch `inputs` [b, ...]: same shape and device.
+
+        uint8 becomes (x / 255 - mean) / std per channel, in `dtype` and a new tensor. Floats are taken as ready and
+        only cast to `dtype` (the same tensor if they have it already). Whatever else, such as the numbers of tokens, is
+        fed as it is. Raises ValueError if a batch of images has another number of channels.
+        """
+        if inputs.is_floating_point():
+            return inputs.to(dtype)
+        if inputs.dtype != torch.uint8:
+            return inputs
+        # At least float32 until the end, so that bfloat16 and float16 round each pixel once.
+        scaled = inputs.to(torch.promote_types(dtype, torch.float32)).div_(255)
+        # Python numbers, not tensors of mean and std: these would be copied to the GPU, and waited for, at every batch.
+        for plane, mean, std in zip(scaled.unbind(1), self.mean, self.std, strict=True):
+            plane.sub_(mean).div_(std)
+        return scaled.to(dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Images with a class each, split into training and test samples.
+    """Samples with a class each, split into a training and a test part. Raises DataError for a field that is wrong.
 
-    `train_inputs` [n, C, H, W] and `test_inputs` [m, C, H, W] are uint8 (0..255), or floats that need no normalizing;
-    `train_targets` [n] and `test_targets` [m] are int64 in 0..class_count-1. `mean` and `std` have one number a
-    channel, for pixels in 0..1. `source` says where the files came from.
+    `train_inputs` [n, ...] and `test_inputs` [m, ...] are images [n, C, H, W] of uint8 (0..255), floats of any shape
+    that need no normalizing, or whole numbers of another type, which the model gets as they are. Both have samples of
+    one shape and type. `train_targets` [n] and `test_targets` [m] are one class a sample, whole numbers in
+    0..class_count-1; they are kept as int64. NumPy arrays, and what NumPy takes for one, do as well as tensors.
+
+    `mean` and `std` have one number a channel, for pixels in 0..1, and are for images of uint8 alone; without them
+    pixels become x / 255. `source` says where the data came from.
     """
 
     name: str
@@ -35,30 +62,40 @@ class Dataset:
     test_inputs: Tensor
     test_targets: Tensor
     class_count: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    source: str
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    source: str = "memory"
+
+    def __post_init__(self) -> None:
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name, value in checked(given).items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def form(self) -> DatasetForm:
+        """All but the samples."""
+        return DatasetForm(self.name, self.class_count, self.mean, self.std)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """(C, H, W) of one image, as `build_model` wants it."""
+        """(C, H, W) of one image, as `build_model` wants it. Raises DataError for samples that are no images."""
+        if self.train_inputs.dim() != 4:
+            raise DataError(
+                f"train_inputs of {self.name}: its samples have the shape {list(self.train_inputs.shape[1:])}; images "
+                "[C, H, W] are wanted by the models that go by a name, so give a model of your own (make_model)"
+            )
         _, channels, height, width = self.train_inputs.shape
         return channels, height, width
 
     def normalize(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
-        """What the model is fed for a batch `inputs` [b, C, H, W]: same shape and device, in `dtype`.
+        """What the model is fed for a batch: see `DatasetForm.normalize`."""
+        return self.form.normalize(inputs, dtype)
 
-        uint8 becomes (x / 255 - mean) / std per channel, in a new tensor. Floats are taken as ready and only cast (the
-        same tensor if they have `dtype` already). Raises ValueError if the batch has another number of channels.
-        """
-        if inputs.dtype != torch.uint8:
-            return inputs.to(dtype)
-        # At least float32 until the end, so that bfloat16 and float16 round each pixel once.
-        scaled = inputs.to(torch.promote_types(dtype, torch.float32)).div_(255)
-        # Python numbers, not tensors of mean and std: these would be copied to the GPU, and waited for, at every batch.
-        for plane, mean, std in zip(scaled.unbind(1), self.mean, self.std, strict=True):
-            plane.sub_(mean).div_(std)
-        return scaled.to(dtype)
+    def require_samples(self) -> None:
+        """Raises DataError, which names the field, where there is nothing to train on or to test with."""
+        for part, what in (("train_inputs", "to train on"), ("test_inputs", "to test with")):
+            if not len(getattr(self, part)):
+                raise DataError(f"{part} of {self.name}: it has no samples; at least 1 is wanted {what}")
 
     def subset(self, train_size: int | None, seed: int, test_size: int | None = None) -> Dataset:
         """The same data with `train_size` of the training samples and `test_size` of the test samples; None is all.
@@ -83,3 +120,6 @@ class Dataset:
             raise DataError(f"{part}_size is {size}, but {self.name} has {count} {part} samples ({self.source})")
         generator = torch.Generator().manual_seed(seed)
         return torch.randperm(count, generator=generator)[:size].sort().values
+
+
+__all__ = ["DataError", "DataNotFound", "Dataset", "DatasetForm"]
