@@ -39,7 +39,7 @@ def train(config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
     torch.manual_seed(config.seed)
     bare = build_model(config.model, dataset.image_shape, dataset.class_count).to(device, dtype)
     model = torch.nn.DataParallel(bare, list(range(config.n_gpus or 1)) if device.type == "cuda" else None)
-    options = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "fused": True}
+    options = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
     options |= {"momentum": config.momentum} if config.optimizer == "sgd" else {}
     optimizer = OPTIMIZERS[config.optimizer](bare.parameters(), **options)
     optimized, made_so = [(list(bare.named_parameters()), optimizer)], not_finite(bare)
@@ -98,7 +98,7 @@ def main() -> None:
         raise ConfigError(f"--n_gpus {n}: this machine has {gpus} GPUs; ask for fewer, or take --device cpu")
     dataset, line = load_dataset(config.dataset, config.data_dir, config.train_size, config.seed, config.test_size)
     sizes = {"train_size": len(dataset.train_targets), "test_size": len(dataset.test_targets)}
-    config = dataclasses.replace(config, n_gpus=n, device=device, **sizes)
+    config = dataclasses.replace(config.on_dataset(dataset.name), n_gpus=n, device=device, **sizes)
     folder = RunFolder(config.results_dir, f"data_parallel_{config.model}_{dataset.name}_n{n}")
     how = "no GPU: the plain module in one process, whatever --n_gpus" if device == "cpu" else f"{n} GPUs"
     print(f"{line}\nDataParallel, {how}; {config.model}, batch of {config.batch_size}", flush=True)

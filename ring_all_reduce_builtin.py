@@ -82,7 +82,7 @@ def train_rank(
     model._set_ddp_runtime_logging_sample_rate(TIMED_EVERY)
     options = {"momentum": config.momentum} if config.optimizer == "sgd" else {}
     optimizer = OPTIMIZERS[config.optimizer](
-        bare.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True, **options
+        bare.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True, **options
     )
     optimized, made_so = [(list(bare.named_parameters()), optimizer)], not_finite(bare)
     torch.manual_seed(config.seed * 1_000_003 + 7919 * (rank + 1))  # dropout draws differ between the ranks
@@ -245,7 +245,7 @@ def main() -> None:
         raise ConfigError(f"--n_gpus {n}: this machine has {gpus} GPUs; ask for fewer, or take --device cpu")
     dataset, line = load_dataset(config.dataset, config.data_dir, config.train_size, config.seed, config.test_size)
     sizes = {"train_size": len(dataset.train_targets), "test_size": len(dataset.test_targets)}
-    config = dataclasses.replace(config, n_gpus=n, device=device, **sizes)
+    config = dataclasses.replace(config.on_dataset(dataset.name), n_gpus=n, device=device, **sizes)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     except (RuntimeError, dist.DistNetworkError):

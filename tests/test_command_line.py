@@ -89,7 +89,7 @@ def test_a_run(strategy: str, n: int, who: str, place: Path) -> None:
     assert len(lines) == len(head) + 3
     assert [line for line in lines if "no GPU was found" in line] == [head[0]]
     assert f"{n} processes" in head[0] and "digits" in head[1]
-    assert who in head[2] and "batch of 64 over all workers" in head[2] and "23 steps an epoch" in head[2]
+    assert who in head[2] and "batch of 16 over all workers" in head[2] and "90 steps an epoch" in head[2]
     # The folder that it names, and nothing anywhere else.
     folder = Path(last[2])
     assert files_below(place) == {f"cwd/{folder}/manifest.json", f"cwd/{folder}/runs.csv"}
@@ -131,7 +131,7 @@ def test_no_argument_at_all_and_no_data(place: Path) -> None:
     assert lines[1].startswith("digits") and "MNIST was neither found in data nor downloadable" in lines[1]
     assert "2 workers on cpu" in lines[2]
     accuracy = re.match(r"test accuracy (\S+) %", lines[-1])
-    assert accuracy is not None and float(accuracy[1]) > 90  # the first thing that a reader runs learns something
+    assert accuracy is not None and float(accuracy[1]) >= 95  # the first thing that a reader runs learns something
 
 
 def test_a_run_that_diverges(place: Path) -> None:

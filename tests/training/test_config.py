@@ -98,11 +98,17 @@ def test_choices_are_the_registries(name: str, registry: dict[str, object], caps
 def test_defaults() -> None:
     config = parse()
     assert config == RunConfig()
-    assert (config.strategy, config.n_gpus, config.batch_size, config.dataset) == ("ring_all_reduce", None, 64, None)
+    assert (config.strategy, config.n_gpus, config.batch_size, config.dataset) == ("ring_all_reduce", None, None, None)
+    assert (config.batch_size_on("mnist"), config.batch_size_on("digits")) == (64, 16)
+    assert parse("--batch_size", "64").batch_size_on("digits") == 64
     assert (config.epochs_on("mnist"), config.epochs_on("digits")) == (3, 10)
     assert parse("--epochs", "2").epochs_on("digits") == 2
-    assert [parse("--optimizer", name).learning_rate for name in ("sgd", "adam", "adamw")] == [0.02, 0.001, 0.001]
-    assert parse("--optimizer", "adam", "--lr", "0").learning_rate == 0
+    for dataset, rates in (("mnist", [0.02, 0.001, 0.001]), ("digits", [0.005, 0.001, 0.001])):
+        by_default = [parse("--optimizer", name) for name in ("sgd", "adam", "adamw")]
+        assert [config.learning_rate_on(dataset) for config in by_default] == rates
+    assert parse("--optimizer", "adam", "--lr", "0").learning_rate_on("digits") == 0
+    given = config.on_dataset("digits")
+    assert (given.epochs, given.batch_size, given.lr) == (10, 16, 0.005) and given.on_dataset("mnist") == given
 
 
 def test_values_arrive_with_their_types() -> None:
@@ -196,7 +202,7 @@ def test_in_python_the_same_values_raise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("n_gpus", "4"), ("n_gpus", 2.0), ("epochs", 2.5), ("lr", "0.1"), ("batch_size", None)]
+    ("name", "value"), [("n_gpus", "4"), ("n_gpus", 2.0), ("epochs", 2.5), ("lr", "0.1"), ("accumulate", None)]
 )
 def test_in_python_a_value_of_another_type_raises_too(name: str, value: object) -> None:
     """Else it would fail in the workers, or be written to the manifest in a form that nobody expects."""
@@ -205,7 +211,7 @@ def test_in_python_a_value_of_another_type_raises_too(name: str, value: object) 
 
 
 def test_in_python_a_whole_number_does_for_a_float() -> None:
-    assert RunConfig(lr=1, weight_decay=0, bucket_mb=2).learning_rate == 1
+    assert RunConfig(lr=1, weight_decay=0, bucket_mb=2).learning_rate_on("digits") == 1
 
 
 # What this machine cannot do.

@@ -67,7 +67,7 @@ class Control:
         self.optimizer = make_optimizer(
             list(model.named_parameters()),
             job.config.optimizer,
-            job.config.learning_rate,
+            job.config.learning_rate_on(job.dataset.name),
             job.config.momentum,
             job.config.weight_decay,
         )
@@ -76,7 +76,7 @@ class Control:
         count, world_size = len(self.targets), self.communicator.world_size
         generator = torch.Generator().manual_seed((self.config.seed * 1_000_003 + epoch) % 2**63)
         order = torch.randperm(count, generator=generator).to(self.communicator.device)
-        for batch in order.split(self.config.batch_size):
+        for batch in order.split(self.config.batch_size_on(self.dataset.name)):
             mine = batch.tensor_split(world_size)[self.communicator.rank]
             logits = self.model(self.dataset.normalize(self.inputs[mine], torch.float32))
             # DDP takes the mean over the ranks: this makes it the mean over the samples

@@ -7,7 +7,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn, get_type_hints
 
 from torch_parallel.collectives import ALL_REDUCE
@@ -23,7 +23,10 @@ from torch_parallel.workloads import DATASETS, MODELS
 NOT_FINITE = ("stop", "skip")
 DTYPES = ("float32", "float64")
 PRECISIONS = ("full", "bf16")
-DEFAULT_EPOCHS = {"digits": 10}
+DEFAULT_EPOCHS, DEFAULT_BATCH_SIZE = 3, 64
+DEFAULTS_OF: dict[str, dict[str, Any]] = {"digits": {"epochs": 10, "batch_size": 16, "lr": {"sgd": 0.005}}}
+"""Other defaults of data sets, by name. Digits has few samples: an epoch makes more steps, and smaller ones."""
+_DIGITS = DEFAULTS_OF["digits"]
 DEVICES = ("auto", "cpu", "cuda")
 LARGEST_BUCKET_MB = 2**20
 A_BUCKET = f"it must be > 0 and at most {LARGEST_BUCKET_MB}, a TiB"
@@ -57,19 +60,22 @@ class RunConfig:
         "processes, one a GPU, or CPU processes where there is no GPU; with a param_server the first one is the server "
         "and trains nothing; data_parallel drives all GPUs from one process (default: all GPUs and at least 2)",
     )
-    batch_size: int = flag(
-        64,
+    batch_size: int | None = flag(
+        None,
         "samples of one optimizer step over all workers together (the global batch); with param_server_async, of one "
-        "update of each worker",
+        f"update of each worker (default: {DEFAULT_BATCH_SIZE}, and {_DIGITS['batch_size']} for digits)",
     )
     epochs: int | None = flag(
-        None, "passes over the training data (default: 3, and 10 for digits, which has few samples)"
+        None,
+        f"passes over the training data (default: {DEFAULT_EPOCHS}, and {_DIGITS['epochs']} for digits, which has few "
+        "samples)",
     )
     lr: float | None = flag(
         None,
         "learning rate (default: "
         + ", ".join(f"{rate} for {name}" for name, rate in DEFAULT_LR.items())
-        + "); it belongs to the global batch and does not change with the number of workers",
+        + f", and {_DIGITS['lr']['sgd']} for sgd on digits); it belongs to the global batch and does not change with "
+        "the number of workers",
     )
     momentum: float = flag(0.9, "momentum, for sgd")
     weight_decay: float = flag(0.0, "weight decay")
@@ -184,7 +190,7 @@ class RunConfig:
                 f"{self.strategy} needs at least {servers + 1}: rank 0 is the server, the others train",
             )
         self._check_own_options()
-        self.require("batch_size", self.batch_size >= 1, "a step needs at least 1 sample")
+        self.require("batch_size", self.batch_size is None or self.batch_size >= 1, "a step needs at least 1 sample")
         self.require("epochs", self.epochs is None or self.epochs >= 1, "at least 1 epoch is needed")
         self.require(
             "lr", self.lr is None or (math.isfinite(self.lr) and self.lr >= 0), "it must be finite and not < 0"
@@ -228,13 +234,34 @@ class RunConfig:
 
     def epochs_on(self, dataset: str) -> int:
         """`epochs`, or the default for the data set of that name."""
-        return DEFAULT_EPOCHS.get(dataset, 3) if self.epochs is None else self.epochs
+        default: int = DEFAULTS_OF.get(dataset, {}).get("epochs", DEFAULT_EPOCHS)
+        return default if self.epochs is None else self.epochs
+
+    def batch_size_on(self, dataset: str) -> int:
+        """`batch_size`, or the default for the data set of that name."""
+        default: int = DEFAULTS_OF.get(dataset, {}).get("batch_size", DEFAULT_BATCH_SIZE)
+        return default if self.batch_size is None else self.batch_size
+
+    def learning_rate_on(self, dataset: str) -> float:
+        """`lr`, or the optimizer's default for the data set of that name."""
+        default: float = DEFAULTS_OF.get(dataset, {}).get("lr", {}).get(self.optimizer, DEFAULT_LR[self.optimizer])
+        return default if self.lr is None else self.lr
+
+    def on_dataset(self, dataset: str) -> RunConfig:
+        """The same run with all that depends on the data set given, for the one of that name."""
+        return replace(
+            self,
+            epochs=self.epochs_on(dataset),
+            batch_size=self.batch_size_on(dataset),
+            lr=self.learning_rate_on(dataset),
+        )
 
     def columns(self, dataset: str, model: str | None = None) -> dict[str, Any]:
         """What every row of runs.csv says of the run, by the names of `results.COLUMNS`."""
-        names = ("train_size", "test_size", "batch_size", "seed", "device", "dtype", "optimizer")
+        names = ("train_size", "test_size", "seed", "device", "dtype", "optimizer")
         same = {name: getattr(self, name) for name in names}
-        same |= {"kind": "measured", "nodes": 1, "n": self.n_gpus, "lr": self.learning_rate}
+        same |= {"kind": "measured", "nodes": 1, "n": self.n_gpus}
+        same |= {"batch_size": self.batch_size_on(dataset), "lr": self.learning_rate_on(dataset)}
         return same | {"model": model or self.model, "dataset": dataset}
 
     def bucket_mb_on(self, device: str) -> float:
@@ -246,11 +273,6 @@ class RunConfig:
     def process_count(self) -> int:
         """Processes that are started for `n_gpus`."""
         return STRATEGIES[self.strategy].process_count(self.n_gpus or 1)
-
-    @property
-    def learning_rate(self) -> float:
-        """`lr`, or the optimizer's default."""
-        return DEFAULT_LR[self.optimizer] if self.lr is None else self.lr
 
     @classmethod
     def from_command_line(cls, arguments: Sequence[str] | None = None, description: str = "") -> RunConfig:

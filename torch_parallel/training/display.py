@@ -46,7 +46,8 @@ class Display:
         self.servers = STRATEGIES[config.strategy].server_count
         self.launched_s = time.perf_counter()
         self.threads = threads_per_worker(self.processes)
-        self.steps = step_count(len(dataset.train_targets), config.batch_size)
+        self.batch_size = config.batch_size_on(dataset.name)
+        self.steps = step_count(len(dataset.train_targets), self.batch_size)
         self.kind = "emulated" if emulation.flags(config) else "measured"
         same = {"run_id": folder.run_id, "kind": self.kind, "strategy": config.strategy}
         self.steps_file = StepsFile(config.steps_csv, **same) if config.steps_csv else None
@@ -66,7 +67,7 @@ class Display:
     def introduce(self, lines: list[str | None]) -> None:
         config = self.config
         workers = self.processes - self.servers
-        batch = min(config.batch_size, config.train_size or config.batch_size)
+        batch = min(self.batch_size, config.train_size or self.batch_size)
         emulated = [f"--{name} {value}" for name, value in emulation.flags(config).items()]
         for line in [f"emulated, not measured: {' '.join(emulated)}" if emulated else None, *lines]:
             if line:
@@ -75,7 +76,7 @@ class Display:
         self.say(
             f"{config.strategy}: {workers} worker{'s' if workers > 1 else ''}{server} on {self.device}, "
             f"{self.threads} thread{'s' if self.threads > 1 else ''} each; {self.model_name}, batch of "
-            f"{config.batch_size} over all workers (at most {-(-batch // workers)} each), "
+            f"{self.batch_size} over all workers (at most {-(-batch // workers)} each), "
             f"{self.steps} step{'s' if self.steps > 1 else ''} an epoch"
         )
         if batch < workers:
@@ -93,7 +94,7 @@ class Display:
     def tick(self, board: StatusBoard) -> None:
         # a server knows of all workers' samples, and of synchronous ones each does
         status = max((board.read(rank) for rank in (0, self.servers)), key=lambda each: (each.epoch, each.samples))
-        done = (max(status.epoch, 1) - 1) * self.steps + min(status.samples // self.config.batch_size, self.steps)
+        done = (max(status.epoch, 1) - 1) * self.steps + min(status.samples // self.batch_size, self.steps)
         self.bar.update(max(0, done - self.bar.n))
 
     def message(self, rank: int, message: Epoch | Saved | Started | Steps) -> None:

@@ -79,13 +79,14 @@ class Trainer:
         self.communicator = communicator
         self.job = job
         self.config = config = job.config
+        self.epochs, self.batch_size = config.epochs_on(job.dataset.name), config.batch_size_on(job.dataset.name)
+        self.learning_rate = config.learning_rate_on(job.dataset.name)
         self.dataset = job.dataset
         self.data = {name: communicator.shared[name] for name in TENSORS}
         self.train_size, self.test_size = len(self.data["train_targets"]), len(self.data["test_targets"])
         self.dtype = getattr(torch, config.dtype)
-        self.epochs = config.epochs_on(job.dataset.name)
         update_count = STRATEGIES[config.strategy].update_count
-        self.total_steps = self.epochs * update_count(self.train_size, config.batch_size, communicator.worker_count)
+        self.total_steps = self.epochs * update_count(self.train_size, self.batch_size, communicator.worker_count)
         self.steps_done = 0  # of the run; between two epochs, the updates that were made
         self.saved_step = 0
         self.samples_done = 0  # of the present epoch, by all workers
@@ -144,7 +145,7 @@ class Trainer:
             partial(
                 make_optimizer,
                 name=config.optimizer,
-                lr=config.learning_rate,
+                lr=self.learning_rate,
                 momentum=config.momentum,
                 weight_decay=config.weight_decay,
             ),
@@ -173,7 +174,7 @@ class Trainer:
         if warm_up[1] == self.samples_done:  # there was one step only, or none
             warm_up = (0.0, first_sample)
         rate = (self.samples_done - warm_up[1]) / max(train_s - warm_up[0], 1e-9)
-        self.communicator.status.step(epoch, step_count(self.train_size, self.config.batch_size), self.samples_done)
+        self.communicator.status.step(epoch, step_count(self.train_size, self.batch_size), self.samples_done)
         self.samples_done = 0
         return self.clock.spent(train_s), train_s, rate
 
@@ -183,8 +184,7 @@ class Trainer:
         status.step(epoch, step, self.samples_done)
         status.phase(COMPUTING)
         self.strategy.set_learning_rate(
-            config.learning_rate
-            * factor(config.lr_schedule, self.steps_done + 1, self.total_steps, config.warmup_steps)
+            self.learning_rate * factor(config.lr_schedule, self.steps_done + 1, self.total_steps, config.warmup_steps)
         )
         if self.recorder:
             self.recorder.begin()
@@ -251,7 +251,7 @@ class Trainer:
 
         Raises NotFinite where the model, its optimizer's state or a loss is not finite, or most steps were skipped.
         """
-        steps = step_count(self.train_size, self.config.batch_size)
+        steps = step_count(self.train_size, self.batch_size)
         with self._where(steps, epoch):
             self._stop_unless_finite()
         if self.recorder:
@@ -383,7 +383,7 @@ class Trainer:
 
     def _batches(self, epoch: int) -> Iterator[tuple[Tensor, Share, Tensor | None]]:
         """For each step the indices and the share, and the next step's indices if they are known before."""
-        shares = self.strategy.shares(self.train_size, self.config.batch_size, first_sample=self.samples_done)
+        shares = self.strategy.shares(self.train_size, self.batch_size, first_sample=self.samples_done)
         drawn = batches(self.train_size, self.config.seed, epoch, shares, self.feeder.index_device)
         return looking_ahead(drawn) if self.strategy.knows_next_share else ((*each, None) for each in drawn)
 

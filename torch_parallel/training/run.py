@@ -25,6 +25,7 @@ from torch_parallel.training.compiling import check_compiler
 from torch_parallel.training.config import ConfigError, RunConfig
 from torch_parallel.training.display import Display
 from torch_parallel.training.loop import TENSORS, make_job, train_worker
+from torch_parallel.training.optimizers import DEFAULT_LR
 from torch_parallel.workloads import DataError, Dataset, build_model, load_dataset
 
 
@@ -82,12 +83,8 @@ def train(
     model_is_given = make_model is not None
     make_model = make_model or partial(build_model, config.model, dataset.image_shape, dataset.class_count)
     model_name = getattr(make_model, "__name__", "model") if model_is_given else config.model
-    config = replace(
-        config,
-        train_size=len(dataset.train_targets),
-        test_size=len(dataset.test_targets),
-        epochs=config.epochs_on(dataset.name),
-    )
+    config = config.on_dataset(dataset.name)
+    config = replace(config, train_size=len(dataset.train_targets), test_size=len(dataset.test_targets))
     processes = config.process_count
     if processes < n and device == "cpu":
         device_line = f"no GPU: {config.strategy} runs the plain module in {processes} process"
@@ -171,6 +168,8 @@ def _checkpoint_to_resume(config: RunConfig, dataset_name: str) -> tuple[str, st
     training += ["clip_norm", "aggregate", "precision", "not_finite"]
     for settings in (saved, ours):
         settings["epochs"] = replace(config, epochs=settings["epochs"]).epochs_on(dataset_name)
+    if saved["lr"] is None:  # it was made when the default was the optimizer's alone
+        saved["lr"] = DEFAULT_LR[saved["optimizer"]]
     if config.lr_schedule != "constant":  # else nothing depends on where the training ends
         training.append("epochs")
     changed = [f"{name} {saved[name]} -> {ours[name]}" for name in training if ours[name] != saved[name]]
