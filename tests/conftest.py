@@ -44,7 +44,7 @@ def light_server() -> Iterator[None]:
     """Servers that are started anew in a module's tests need not be ready for training; what comes after them needs one
     that is, or each of its workers would import what training takes, for two seconds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fork_server, "PRELOAD", ["torch_parallel.lifeline", "torch_parallel.worker"])
+        patch.setattr(fork_server, "PRELOAD", ["torch_parallel.worker"])
         yield
     fork_server.kill()
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing.forkserver
 from pathlib import Path
-from typing import Any
+
+from torch_parallel import fork_server
 
 
 def fork_server_pid() -> int:
-    server: Any = multiprocessing.forkserver._forkserver
-    return int(server._forkserver_pid)
+    pid = fork_server.pid()
+    assert pid is not None
+    return pid
 
 
 def workers_alive() -> list[int]:

@@ -7,6 +7,7 @@ import csv
 import functools
 import io
 import json
+import multiprocessing
 import os
 import re
 import runpy
@@ -22,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_parallel import RunConfig, fork_server, train
+from torch_parallel import RunConfig, train
 from torch_parallel.strategies import BUILTIN, STRATEGIES
 
 ROOT = Path(__file__).parent.parent
@@ -50,8 +51,8 @@ def control_here(script: str, folder: Path, *more: str) -> Ended:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     code: Any = 0
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        fork_server.start()
-        forked = functools.partial(torch.multiprocessing.start_processes, start_method=fork_server.start_method())
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._dynamo"])
+        forked = functools.partial(torch.multiprocessing.start_processes, start_method="forkserver")
         patch.setattr(torch.multiprocessing, "spawn", forked)
         patch.setattr(sys, "argv", words(script, folder, *more))
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing.forkserver
+import multiprocessing
 import os
 import signal
 import threading
@@ -16,7 +16,7 @@ import pytest
 import torch
 from fork_servers import fork_server_pid
 
-from torch_parallel import fork_server
+from torch_parallel import fork_server, forked
 from torch_parallel.communicator import Communicator
 from torch_parallel.launcher import FORK_SERVER_DIED, WorkerFailure, launch
 
@@ -66,19 +66,19 @@ def test_the_fork_server_is_killed(signalled_server: Callable[[int], Any]) -> No
 
 def test_the_fork_server_dies_while_workers_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
-    real_read = multiprocessing.forkserver.read_signed  # type: ignore[attr-defined]
+    real_read = forked.read_number
 
     def read(fd: int) -> int:
-        pid = int(real_read(fd))
+        pid = real_read(fd)
         reads.append(pid)
         if len(reads) == 2:
             os.kill(fork_server_pid(), signal.SIGKILL)
             time.sleep(0.1)
         return pid
 
-    monkeypatch.setattr(multiprocessing.forkserver, "read_signed", read)
-    # ensure_running would start another server for rank 2: this is one that dies after it has looked
-    monkeypatch.setattr(multiprocessing.forkserver._forkserver, "ensure_running", lambda: None)
+    monkeypatch.setattr(forked, "read_number", read)
+    # another server would be started for rank 2: this is one that dies after it has been looked at
+    monkeypatch.setattr(forked.ForkServer, "is_alive", lambda self: True)
     with pytest.raises(WorkerFailure, match=FORK_SERVER_DIED):
         launch(lambda communicator: time.sleep(60), 3, deadline_s=20.0)
     end = time.monotonic() + 5
@@ -134,14 +134,14 @@ def test_the_fork_server_is_stopped_before_any_worker_is_started() -> None:
 
 def test_the_fork_server_hangs_up_before_any_worker_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dying process closes its sockets first. It is seen dead, and another one serves."""
-    dying, real_read = fork_server_pid(), multiprocessing.forkserver.read_signed  # type: ignore[attr-defined]
+    dying, real_read = fork_server_pid(), forked.read_number
 
     def hung_up(fd: int) -> int:
-        monkeypatch.setattr(multiprocessing.forkserver, "read_signed", real_read)
+        monkeypatch.setattr(forked, "read_number", real_read)
         threading.Timer(0.3, os.kill, (dying, signal.SIGKILL)).start()
         raise EOFError
 
-    monkeypatch.setattr(multiprocessing.forkserver, "read_signed", hung_up)
+    monkeypatch.setattr(forked, "read_number", hung_up)
     assert launch(rank_of, 2, deadline_s=20) == [0, 1]
     assert not _is_alive(dying) and _is_alive(fork_server_pid())
 
@@ -163,7 +163,7 @@ def test_no_fork_server_can_start_anything(monkeypatch: pytest.MonkeyPatch) -> N
         os.kill(tried[-1], signal.SIGKILL)
         raise EOFError
 
-    monkeypatch.setattr(multiprocessing.forkserver, "read_signed", hung_up)
+    monkeypatch.setattr(forked, "read_number", hung_up)
     with pytest.raises(WorkerFailure, match=FORK_SERVER_DIED):
         launch(rank_of, 2, deadline_s=20)
     assert len(set(tried)) == len(tried) == 2

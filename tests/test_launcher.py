@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing.popen_forkserver
 import multiprocessing.resource_tracker
 import os
 import re
@@ -19,7 +18,7 @@ import pytest
 import torch
 from fork_servers import fork_server_pid, workers_alive
 
-from torch_parallel import fork_server, launcher, worker_process
+from torch_parallel import fork_server, forked, launcher, worker_process
 from torch_parallel.communicator import Communicator
 from torch_parallel.devices import threads_per_worker
 from torch_parallel.launcher import NotPicklable, WorkerFailure, launch
@@ -376,16 +375,16 @@ def test_what_workers_leave_in_shared_memory_is_removed(tmp_path: Path, monkeypa
 def test_a_start_that_fails_half_way_ends_those_that_were_started(monkeypatch: pytest.MonkeyPatch) -> None:
     launch(add_up, 1, 1.0, deadline_s=LIMIT_S)
     started: list[Any] = []
-    real_launch = multiprocessing.popen_forkserver.Popen._launch
+    real_fork = forked.ForkServer.fork
 
-    def third_fails(self: Any, process: Any) -> None:
+    def third_fails(self: Any, target: Any, argument: Any, name: str, deadline_s: float) -> Any:
         if len(started) == 2:
             raise OSError(24, "Too many open files")
-        started.append(process.name)
-        real_launch(self, process)
+        started.append(name)
+        return real_fork(self, target, argument, name, deadline_s)
 
     before = open_descriptors()
-    monkeypatch.setattr(multiprocessing.popen_forkserver.Popen, "_launch", third_fails)
+    monkeypatch.setattr(forked.ForkServer, "fork", third_fails)
     with pytest.raises(OSError, match="Too many open files"):
         launch(wait_for_ever, 4, deadline_s=LIMIT_S)
     assert started == ["torch_parallel rank 0", "torch_parallel rank 1"]
@@ -396,7 +395,7 @@ def test_a_start_that_fails_half_way_ends_those_that_were_started(monkeypatch: p
 def test_ctrl_c_in_the_middle_of_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server has forked rank 1, whose number the launcher has not been told when the interrupt comes."""
     launch(add_up, 1, 1.0, deadline_s=LIMIT_S)
-    real_read, reads = multiprocessing.forkserver.read_signed, []  # type: ignore[attr-defined]
+    real_read, reads = forked.read_number, []
 
     def interrupted_read(fd: int) -> int:
         reads.append(fd)
@@ -405,10 +404,10 @@ def test_ctrl_c_in_the_middle_of_a_start(monkeypatch: pytest.MonkeyPatch) -> Non
             while len(workers_alive()) < 2 and time.monotonic() < end:
                 time.sleep(0.01)
             raise KeyboardInterrupt
-        return int(real_read(fd))
+        return real_read(fd)
 
     before = open_descriptors()
-    monkeypatch.setattr(multiprocessing.forkserver, "read_signed", interrupted_read)
+    monkeypatch.setattr(forked, "read_number", interrupted_read)
     try:
         launch(lambda communicator: time.sleep(3600), 3, deadline_s=LIMIT_S)
     except KeyboardInterrupt as interrupt:
@@ -425,9 +424,9 @@ def test_a_start_that_takes_longer_than_the_deadline_is_no_silence(monkeypatch: 
     """The first start waits until the fork server has imported torch."""
     real_start = fork_server.start_worker
 
-    def slow_start(process: Any) -> None:
+    def slow_start(*arguments: Any) -> Any:
         time.sleep(0.5)
-        real_start(process)
+        return real_start(*arguments)
 
     launch(add_up, 1, 1.0, deadline_s=LIMIT_S)
     monkeypatch.setattr(fork_server, "start_worker", slow_start)

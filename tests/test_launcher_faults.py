@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing.forkserver
+import multiprocessing
 import os
 import re
 import signal
@@ -283,7 +283,7 @@ SCRIPT = """
 import os, re, sys, time
 sys.path.insert(0, {root!r})
 from torch_parallel import fork_server
-fork_server.PRELOAD[:] = ["torch_parallel.lifeline", "torch_parallel.worker"]
+fork_server.PRELOAD[:] = ["torch_parallel.worker"]
 fork_server.start()
 from torch_parallel import launch
 
@@ -427,10 +427,9 @@ def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
 START_ONLY = """
 import os, sys
 sys.path.insert(0, {root!r})
-from multiprocessing.forkserver import _forkserver
 from torch_parallel import fork_server
 fork_server.start()
-blocked = [line for line in open(f"/proc/{{_forkserver._forkserver_pid}}/status") if line.startswith("SigBlk")]
+blocked = [line for line in open(f"/proc/{{fork_server.pid()}}/status") if line.startswith("SigBlk")]
 print(int(blocked[0].split()[1], 16), os.listdir(os.environ["TMPDIR"]), "torch" in sys.modules, flush=True)
 sys.stdin.read()
 """
@@ -445,7 +444,7 @@ def test_the_fork_server_from_its_first_moment_on(tmp_path: Path) -> None:
         mask, temporary, torch_is_here = launched.process.stdout.readline().split()
         assert int(mask) & 1 << signal.SIGINT - 1
         assert (temporary, torch_is_here) == ("[]", "False")
-        assert len(session_of(launched.process.pid)) == 3
+        assert len(session_of(launched.process.pid)) == 2
         launched.process.kill()
         launched.assert_all_gone(exit_code=-signal.SIGKILL, limit_s=1.0)
     finally:

@@ -21,7 +21,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -215,29 +214,20 @@ class _Run:
         }
 
     def start(self, call: bytes, settings: dict[str, Any]) -> None:
-        context = fork_server.context()
         for rank in range(self.n):
-            self._start_rank(rank, context, call, settings)
+            self._start_rank(rank, call, settings)
         for rank in range(self.n):
             self.board.reporter(rank)  # its first sign of life; the first start takes as long as torch's import
 
-    def _start_rank(self, rank: int, context: Any, call: bytes, settings: dict[str, Any]) -> None:
+    def _start_rank(self, rank: int, call: bytes, settings: dict[str, Any]) -> None:
         inbox, outbox = mailbox()
         try:
             assignment = worker.Assignment(rank=rank, wiring=self.wiring, outbox=outbox, call=call, **settings)
-            process = context.Process(
-                target=worker.main, args=(assignment,), name=f"torch_parallel rank {rank}", daemon=True
-            )
-            with fork_server.given_up_after(self.deadline_s):
-                fork_server.start_worker(process)
+            process = fork_server.start_worker(worker.main, assignment, f"torch_parallel rank {rank}", self.deadline_s)
             self.processes.append(WorkerProcess(rank, process, inbox))
         except BaseException as error:
-            # An interrupted start may leave a worker of which nobody has the number. It ends when its pipe to us
-            # closes, and that is when the last reference to the half-made start is dropped.
-            traceback.clear_frames(error.__traceback__)
             inbox.close()
             if isinstance(error, EOFError | ConnectionError):
-                fork_server.wait_until_gone()
                 raise (WorkerFailure if self.processes else _NothingStarted)(FORK_SERVER_DIED, rank) from error
             raise
         finally:
@@ -334,8 +324,8 @@ class _Run:
         for process in self.processes:
             process.gone(max(0.0, now + KILL_LIMIT_S - time.monotonic()))
         self._reap()
-        if not self.processes and fork_server.is_stopped(fork_server.pid()):
-            fork_server.kill()  # it would not even end with us
+        if not self.processes:
+            fork_server.kill_if_stopped()
         for process in self.processes:
             process.close()
         self.wiring.close()
@@ -346,7 +336,8 @@ class _Run:
         deadline = time.monotonic() + 2.0
         while len(multiprocessing.connection.wait(sentinels, 0)) < len(sentinels):
             if time.monotonic() > deadline:
-                fork_server.kill()
+                for process in self.processes:
+                    fork_server.kill_of(process.process)
                 break
             time.sleep(0.002)
         for process in self.processes:

@@ -1,18 +1,15 @@
-"""Has the kernel end a process when the other end of a pipe closes, that is, when whoever held that end is gone.
+"""Has the kernel send a process a signal when the other end of a pipe closes: when whoever held that end is gone.
 
-Needs only the standard library. In the fork server this module is the first to be imported, so that the server ends
-with its launcher even half-way through importing torch.
+Needs only the standard library: the fork server uses it before it imports anything else, so that it ends with its
+launcher even half-way through importing torch.
 """
 
 from __future__ import annotations
 
 import fcntl
-import multiprocessing.forkserver
 import os
-import re
 import select
 import signal
-import sys
 
 
 def end_with_pipe(read_fd: int) -> bool:
@@ -20,26 +17,29 @@ def end_with_pipe(read_fd: int) -> bool:
 
     Works even while C code holds the interpreter. Nobody may write into the pipe: that would count as closing it.
     """
-    if not hasattr(fcntl, "F_SETSIG"):
+    if not _signal_at_close(read_fd, signal.SIGKILL):
         return False
-    fcntl.fcntl(read_fd, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(read_fd, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(read_fd, fcntl.F_SETFL, fcntl.fcntl(read_fd, fcntl.F_GETFL) | os.O_ASYNC)
-    poller = select.poll()
-    poller.register(read_fd, 0)  # hang-ups are always reported
-    if poller.poll(0):
+    if is_closed(read_fd):
         os._exit(1)  # it was closed before the watch began
     return True
 
 
-def _fork_server_pipe() -> int | None:
-    """In the fork server, the pipe that the launcher and the workers hold open: its command line tells which."""
-    if multiprocessing.forkserver.get_inherited_fds() is not None:
-        return None  # one of its children, which have the same command line
-    call = re.search(r"multiprocessing\.forkserver import main; main\(\d+, (\d+),", " ".join(sys.orig_argv))
-    return int(call[1]) if call else None
+def wake_with_pipe(read_fd: int) -> None:
+    """SIGCONT instead, from now on: a process that is stopped goes on, and can look for itself who is gone."""
+    _signal_at_close(read_fd, signal.SIGCONT)
 
 
-_pipe = _fork_server_pipe()
-if _pipe is not None:
-    end_with_pipe(_pipe)
+def is_closed(read_fd: int) -> bool:
+    """Whether the pipe's other end is closed."""
+    poller = select.poll()
+    poller.register(read_fd, 0)  # hang-ups are always reported
+    return bool(poller.poll(0))
+
+
+def _signal_at_close(read_fd: int, number: int) -> bool:
+    if not hasattr(fcntl, "F_SETSIG"):
+        return False
+    fcntl.fcntl(read_fd, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(read_fd, fcntl.F_SETSIG, number)
+    fcntl.fcntl(read_fd, fcntl.F_SETFL, fcntl.fcntl(read_fd, fcntl.F_GETFL) | os.O_ASYNC)
+    return True

@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from torch_parallel.fork_server import is_stopped
+from torch_parallel.forked import is_stopped
 from torch_parallel.mailbox import Failure, Inbox
 
 EXIT_CODE_S = 1.0
@@ -69,6 +69,8 @@ class WorkerProcess:
         for left in files_of(self.process.pid):
             with contextlib.suppress(OSError):
                 left.unlink()
+        with contextlib.suppress(ValueError):  # where it could not be killed, its end is waited for no longer
+            self.process.close()
 
     def is_stopped(self) -> bool:
         """Whether somebody sent it SIGSTOP (Linux)."""
