@@ -14,7 +14,19 @@ PACKAGE = ROOT / "torch_parallel"
 
 # Who belongs to which layer: top-level modules and packages by name. What does not exist yet may have its place.
 LAYERS = {
-    "leaves": {"results", "trace", "steps", "topology", "units", "status", "devices", "files", "mailbox", "lifeline"},
+    "leaves": {
+        "results",
+        "trace",
+        "steps",
+        "topology",
+        "units",
+        "status",
+        "devices",
+        "files",
+        "mailbox",
+        "lifeline",
+        "pickling",
+    },
     "collectives": {"collectives"},
     "transport": {"transport"},
     "communicator": {"communicator"},
@@ -24,6 +36,8 @@ LAYERS = {
         "forking",
         "forked",
         "parcel",
+        "surroundings",
+        "generators",
         "huge_pages",
         "worker",
         "worker_process",

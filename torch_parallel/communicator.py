@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_parallel import pickling
 from torch_parallel.collectives import (
     ALL_REDUCE,
     COLLECTIVES,
@@ -153,13 +153,13 @@ class Communicator:
 
         Things of any size go through a buffer of at most GATHER_BYTES on each rank, one piece after the other.
         """
-        data = pickle.dumps(thing)
+        data = pickling.dumps(thing)
         # Everybody has left what came before this exchange, so nobody uses the buffer of bytes any more.
-        sizes = self.all_ranks(torch.tensor(len(data))).tolist()
+        sizes = self.all_ranks(torch.tensor(len(data), dtype=torch.int64, device="cpu")).tolist()
         received = [bytearray() for _ in sizes]
         for start in range(0, max(sizes), GATHER_BYTES):
             self._gather_piece(data[start : start + GATHER_BYTES], [size - start for size in sizes], received, root)
-        return [pickle.loads(each) for each in received] if self.rank == root else None
+        return [pickling.loads(each) for each in received] if self.rank == root else None
 
     def _gather_piece(self, piece: bytes, left: list[int], received: list[bytearray], root: int) -> None:
         """Adds every rank's piece to what `root` has received, of which so many bytes were `left` before."""
@@ -179,13 +179,13 @@ class Communicator:
         self._check_root(root)
         if self.world_size == 1:
             return thing
-        data = pickle.dumps(thing) if self.rank == root else b""
-        size = int(self.broadcast(torch.tensor(len(data)), root))
+        data = pickling.dumps(thing) if self.rank == root else b""
+        size = int(self.broadcast(torch.tensor(len(data), dtype=torch.int64, device="cpu"), root))
         flat = torch.zeros(size, dtype=torch.uint8, device="cpu")
         if self.rank == root:
             flat.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         self.broadcast(flat, root)
-        return thing if self.rank == root else pickle.loads(flat.numpy().tobytes())
+        return thing if self.rank == root else pickling.loads(flat.numpy().tobytes())
 
     def report(self, message: Any) -> None:
         """Sends a picklable message to `on_message` of the launcher."""

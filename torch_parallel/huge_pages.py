@@ -9,4 +9,10 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it when it takes memory for the first time
+
+def ask_for_them() -> None:
+    """Unless the user has said something else. torch looks when it takes memory for the first time."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+ask_for_them()

@@ -13,25 +13,23 @@ what it was doing and who waited for whom. The launcher itself is interrupted or
 from __future__ import annotations
 
 import contextlib
-import importlib
-import io
 import multiprocessing.connection
 import os
 import signal
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cloudpickle
 from torch import Tensor
 
-from torch_parallel import fork_server, worker
+from torch_parallel import fork_server, pickling, worker
 from torch_parallel.devices import threads_per_worker
+from torch_parallel.generators import seeds_of_launch
 from torch_parallel.mailbox import Failure, mailbox
 from torch_parallel.status import StatusBoard
+from torch_parallel.surroundings import Surroundings
 from torch_parallel.topology import Topology
 from torch_parallel.transport.shared_memory import Wiring
 from torch_parallel.transport.signals import A_DEADLINE, LONGEST_DEADLINE_S
@@ -81,6 +79,7 @@ def launch(
     on_tick: Callable[[StatusBoard], None] | None = None,
     signal_pipes: bool | None = None,
     links: Topology | None = None,
+    seed: int | None = None,
 ) -> list[Any]:
     """Runs `worker_function(communicator, *arguments)` in `n` processes and returns their results, by rank.
 
@@ -90,6 +89,12 @@ def launch(
     times a second. `performer` is who performs schedules on GPUs (`transport/cuda_ipc.py`); with more ranks than GPUs,
     several share one. `signal_pipes` overrides how ranks signal (see `transport/signals.py`). With `links`, messages
     take as long as over those links (see `transport/links.py`), on GPUs too, by way of the host's memory.
+
+    Workers see their caller as it is at the launch: environment variables, current folder, `sys.path`, limits, filters
+    of warnings, standard output, and torch's defaults, such as the default dtype. What they start themselves, data
+    loaders and other processes, ends with them. Their generators, of Python, NumPy and torch, differ on each rank, and
+    from one launch of a process to the next; a program that is run again has the same draws, or others after another
+    `torch.manual_seed`. With `seed` each launch has the same ones.
 
     Raises ValueError for n < 1, for links of another number of ranks and for a deadline that is none, NotPicklable, and
     WorkerFailure. `deadline_s` bounds every wait of a worker, and how long a worker may go without communicating or
@@ -102,6 +107,7 @@ def launch(
     if not 0 < deadline_s <= LONGEST_DEADLINE_S:
         raise ValueError(f"deadline_s = {deadline_s}: {A_DEADLINE}")
     call = _pickled(worker_function, arguments)
+    surroundings, seeds = Surroundings.here(), seeds_of_launch(seed)
 
     def run_once() -> list[Any]:
         run = _Run(n, deadline_s, on_message, on_tick, Wiring.create(n, signal_pipes, links))
@@ -115,6 +121,8 @@ def launch(
                     "device": device,
                     "performer": performer,
                     "shared": run.store(shared or {}),
+                    "surroundings": surroundings,
+                    "seeds": seeds,
                 },
             )
             return run.results()
@@ -128,24 +136,9 @@ def launch(
         return run_once()
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Sends modules by name, those of a class of their own too, such as torch.backends.cudnn."""
-
-    def reducer_override(self, thing: Any) -> Any:
-        if isinstance(thing, types.ModuleType) and sys.modules.get(thing.__name__) is thing:
-            return importlib.import_module, (thing.__name__,)
-        return super().reducer_override(thing)
-
-
-def _dumps(thing: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file).dump(thing)
-    return file.getvalue()
-
-
 def _pickled(worker_function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
     try:
-        return _dumps((worker_function, arguments))
+        return pickling.dumps((worker_function, arguments))
     except Exception:
         _name_what_cannot_be_pickled(worker_function, arguments)
         raise
@@ -154,7 +147,7 @@ def _pickled(worker_function: Callable[..., Any], arguments: tuple[Any, ...]) ->
 def _name_what_cannot_be_pickled(worker_function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     for what, thing in [("worker function", worker_function), *(("argument", argument) for argument in arguments)]:
         try:
-            _dumps(thing)
+            pickling.dumps(thing)
         except Exception as error:
             name = getattr(thing, "__name__", None) or _one_line(repr(thing))[:80]
             raise NotPicklable(

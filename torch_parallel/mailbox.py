@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import pickle
 import struct
 import threading
 from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple
 
-import cloudpickle
+from torch_parallel import pickling
 
 _LENGTH = struct.Struct("<Q")
 
@@ -33,7 +32,7 @@ class Outbox:
 
     def send(self, kind: str, content: Any) -> None:
         """Raises whatever `pickle` raises for content that cannot be sent; then nothing has been written."""
-        body = cloudpickle.dumps((kind, content))  # by value where it is defined in a notebook's cell
+        body = pickling.dumps((kind, content))
         unsent = memoryview(_LENGTH.pack(len(body)) + body)
         with self._one_at_a_time:
             while unsent:
@@ -66,7 +65,7 @@ class Inbox:
             end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
             if len(self._received) < end:
                 break
-            messages.append(pickle.loads(self._received[_LENGTH.size : end]))
+            messages.append(pickling.loads(self._received[_LENGTH.size : end]))
             del self._received[:end]
         return messages
 

@@ -14,13 +14,15 @@ import traceback
 import warnings
 from dataclasses import dataclass
 
-import cloudpickle
 import torch
 
+from torch_parallel import pickling
 from torch_parallel.communicator import Communicator
+from torch_parallel.generators import seed_all
 from torch_parallel.lifeline import end_with_pipe
 from torch_parallel.mailbox import Failure, Outbox
 from torch_parallel.status import COMPUTING, RETURNING
+from torch_parallel.surroundings import Surroundings
 from torch_parallel.transport.base import Transport
 from torch_parallel.transport.cuda_ipc import THROUGH_HOST, connect_gpus, without_kernel
 from torch_parallel.transport.shared_memory import SharedMemoryTransport, Wiring
@@ -28,7 +30,7 @@ from torch_parallel.transport.shared_memory import SharedMemoryTransport, Wiring
 
 @dataclass
 class Assignment:
-    """All that one worker process is told at its start; the fork server's own environment tells it nothing."""
+    """All that one worker process is told at its start. What the fork server has in its place is of no account."""
 
     rank: int
     server_count: int
@@ -40,6 +42,8 @@ class Assignment:
     outbox: Outbox
     shared: dict[str, tuple[int, tuple[int, ...], torch.dtype]]  # name -> offset in the arena, shape, dtype
     call: bytes  # pickled (function, arguments)
+    surroundings: Surroundings
+    seeds: tuple[int, ...]  # of the launch, for all ranks the same
 
 
 def main(assignment: Assignment) -> None:
@@ -50,9 +54,11 @@ def main(assignment: Assignment) -> None:
     _prefix_warnings(assignment.rank)
     exit_code = 1
     try:
+        assignment.surroundings.apply()
         torch.set_num_threads(assignment.threads)
+        seed_all(assignment.seeds, assignment.rank)
         communicator = _communicator(assignment)
-        function, arguments = cloudpickle.loads(assignment.call)
+        function, arguments = pickling.loads(assignment.call)
         communicator.status.phase(COMPUTING)
         result = function(communicator, *arguments)
         communicator.status.phase(RETURNING)
