@@ -26,6 +26,7 @@ LAYERS = {
         "mailbox",
         "lifeline",
         "pickling",
+        "cards",
     },
     "collectives": {"collectives"},
     "transport": {"transport"},

@@ -52,7 +52,7 @@ FORK_SERVER_DIED = "the fork server, from which the workers are started, died or
 class WorkerFailure(RuntimeError):
     """A worker raised, died, or fell silent. The message says which, what it was doing, and who waited for whom."""
 
-    def __init__(self, message: str, rank: int | None) -> None:
+    def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
 

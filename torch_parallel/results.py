@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch_parallel.cards import card_names
 from torch_parallel.devices import usable_cpus
 from torch_parallel.files import OutputError as OutputError  # the controls take these two from here
 from torch_parallel.files import our_own, path_of, utf8
@@ -163,7 +164,6 @@ def environment() -> dict[str, Any]:
     import numpy
     import torch
 
-    cards = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "commit": _commit(),
@@ -174,7 +174,7 @@ def environment() -> dict[str, Any]:
             "usable_processors": usable_cpus(),
             "memory_bytes": _memory_bytes(),
         },
-        "cards": cards,
+        "cards": card_names() if torch.backends.cuda.is_built() else [],  # those that torch can use
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

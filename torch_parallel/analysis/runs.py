@@ -13,6 +13,7 @@ manifest: who reads it raises DamagedResults.
 
 from __future__ import annotations
 
+import copyreg
 import csv
 import io
 import json
@@ -74,6 +75,9 @@ class DamagedResults(ValueError):
     def __init__(self, file: str | Path, what: str) -> None:
         super().__init__(f"{file}: {what}; restore it, or remove its folder and measure again")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copyreg.__newobj__, (type(self), *self.args)  # type: ignore[attr-defined]
+
 
 class NotMade(ValueError):
     """A figure or table cannot be made of what the files hold. One line says which, and why."""
@@ -81,6 +85,9 @@ class NotMade(ValueError):
     def __init__(self, what: str, error: Exception) -> None:
         why = f"{type(error).__name__}: {error}"
         super().__init__(f"{what} cannot be made of the results ({why}): restore those files that were changed")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copyreg.__newobj__, (type(self), *self.args)  # type: ignore[attr-defined]
 
 
 class Record(dict[str, Any]):
