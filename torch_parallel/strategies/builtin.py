@@ -110,6 +110,7 @@ class DistributedDataParallelStrategy(Builtin):
             device_ids=[communicator.device.index] if on_gpu else None,
             bucket_cap_mb=self.bucket_bytes / 2**20,
             static_graph=accumulate == 1,
+            init_sync=False,  # set-up has given all ranks the same, and torch writes no expanded buffers
         )
         self.ddp._set_ddp_runtime_logging_sample_rate(SAMPLED_EVERY)
         self.forward = self._forward

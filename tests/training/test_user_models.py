@@ -1,0 +1,332 @@
+"""The model belongs to the user: what it keeps beside parameters, its modes, and what is not finite in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from torch_parallel import Dataset, RunConfig, WorkerFailure, train
+from torch_parallel.strategies import STRATEGIES, SYNCHRONOUS
+from torch_parallel.training import checkpoint
+from torch_parallel.training.run import TrainingRun
+
+KINDS = ("ring_all_reduce", "two_shot_in_place", "param_server", "sharded_param_server", "ddp", "data_parallel")
+WAITING = (*SYNCHRONOUS, "param_server_bounded", "param_server_backup")
+every_kind = pytest.mark.parametrize("strategy", KINDS)
+NAN = float("nan")
+
+
+def points(count: int = 24, bad: tuple[int, ...] = (), bad_test: bool = False, scale: float = 1.0) -> Dataset:
+    """[count, 6] points in three classes; those that are `bad` hold a NaN."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(count, 6, generator=generator) * scale
+    targets = torch.randint(3, (count,), generator=generator)
+    test_inputs, test_targets = inputs[:9].clone(), targets[:9].clone()
+    inputs[list(bad)] = NAN
+    test_inputs[0] = NAN if bad_test else test_inputs[0]
+    return Dataset("points", inputs, targets, test_inputs, test_targets, 3, (), (), "this test")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., TrainingRun]:
+    def run(
+        strategy: str, make_model: Any, dataset: Dataset | None = None, workers: int = 2, **options: Any
+    ) -> TrainingRun:
+        workers = 1 if strategy == "data_parallel" else workers
+        config = RunConfig(
+            strategy=strategy,
+            n_gpus=workers + STRATEGIES[strategy].server_count,
+            device="cpu",
+            results_dir=str(tmp_path / "runs"),
+            deadline_s=30,
+            **{"batch_size": 8, "epochs": 2, "lr": 0.1, **options},
+        )
+        return train(config, make_model=make_model, dataset=dataset or points(), verbose=False)
+
+    return run
+
+
+class Keeping(nn.Module):
+    """Keeps much beside its parameters: buffers that are not persistent, expanded, aliased, made by forward, of several
+    types, and a number that is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.same_layer = self.layer
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("same_steps", self.steps)
+        self.register_buffer("sum_of_steps", torch.tensor(0.0, dtype=torch.float64), persistent=False)
+        self.register_buffer("wide", torch.ones(1).expand(6))
+        self.register_buffer("cis", torch.polar(torch.ones(3), torch.tensor([0.5, 1.0, 2.0])))
+        self.register_buffer("table", None)
+        self.calls = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.full((6,), 0.5)
+        if self.training:
+            self.steps += 1
+            self.sum_of_steps += self.steps
+            self.calls += 1
+            self.table = self.table + 0.25
+        turned = torch.view_as_complex(x.view(-1, 3, 2)) * self.cis
+        scaled = torch.view_as_real(turned).flatten(1) * self.wide * self.table
+        return self.layer(scaled + self.sum_of_steps.to(x.dtype) / 100)
+
+
+@every_kind
+def test_what_a_model_keeps_is_that_of_one_process_and_goes_through_a_checkpoint(
+    strategy: str, run: Callable[..., TrainingRun]
+) -> None:
+    """3 steps an epoch, the last of one sample only: three workers, of which two have none then."""
+    data, workers = points(17), 3
+    whole = run(strategy, Keeping, data, workers, checkpoint_every=2)
+    one = run("ring_all_reduce", Keeping, data, 1)
+    fresh = Keeping()
+    fresh.table = torch.empty(6)  # as forward makes it
+    assert list(whole.weights) == list(fresh.state_dict())
+    assert whole.weights["steps"] == whole.weights["same_steps"] == 6
+    assert whole.weights["_extra_state"] == {"calls": 6}
+    assert whole.weights["cis"].dtype == torch.complex64
+    assert whole.weights["table"].tolist() == [0.5 + 6 * 0.25] * 6
+    for name, value in one.weights.items():
+        if isinstance(value, Tensor):
+            torch.testing.assert_close(whole.weights[name], value, rtol=1e-6, atol=1e-6)
+    saved = sorted(Path(whole.folder, "checkpoints").iterdir())
+    content = torch.load(saved[0])  # step 2, in the midst of an epoch
+    assert list(content["model"]) == list(fresh.state_dict())
+    assert content["model"]["steps"] == 2 and content["model"]["_extra_state"] == {"calls": 2}
+    again = run(strategy, Keeping, data, workers, resume=str(saved[0]))
+    rounding = 1e-6 if strategy == "ddp" else 0.0  # its first step has other buckets, which it sums in another order
+    for name, value in whole.weights.items():
+        if isinstance(value, Tensor):
+            torch.testing.assert_close(again.weights[name], value, rtol=rounding, atol=rounding)
+        else:
+            assert again.weights[name] == value
+    alone = run("ring_all_reduce", Keeping, data, 1, resume=str(saved[0]))  # with another number of workers
+    assert alone.weights["steps"] == 6 and alone.weights["_extra_state"] == {"calls": 6}
+
+
+def test_extra_state_that_cannot_be_loaded_again_is_refused_before_training(run: Callable[..., TrainingRun]) -> None:
+    class Odd(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return Path("a path is no plain thing")
+
+        def set_extra_state(self, state: Any) -> None: ...
+
+    assert run("ring_all_reduce", lambda: Odd(6, 3)).history  # it may train
+    with pytest.raises(WorkerFailure, match=r"module at the top: its extra state cannot be in a checkpoint"):
+        run("ring_all_reduce", lambda: Odd(6, 3), checkpoint_every=1)
+
+
+class Frozen(nn.Module):
+    """Statistics and dropout that are to stay as they are, in a model that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop, self.layer = nn.BatchNorm1d(6), nn.Dropout(0.9), nn.Linear(6, 3)
+        self.norm.running_mean.fill_(3.0)
+        self.norm.eval()
+        self.drop.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not self.norm.training and not self.drop.training
+        return self.layer(self.drop(self.norm(x)))
+
+
+@every_kind
+def test_modules_stay_in_the_modes_they_come_in(strategy: str, run: Callable[..., TrainingRun]) -> None:
+    trained = run(strategy, Frozen)
+    assert trained.weights["norm.running_mean"].tolist() == [3.0] * 6
+    assert trained.weights["norm.num_batches_tracked"] == 0
+
+
+def test_a_model_in_eval_mode_trains_in_it_and_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = RunConfig(n_gpus=2, device="cpu", batch_size=8, epochs=1, results_dir=str(tmp_path))
+    trained = train(
+        config, make_model=lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).eval(), dataset=points()
+    )
+    assert trained.weights["0.running_mean"].tolist() == [0.0] * 6
+    assert "the model came in eval mode and trains in it" in capsys.readouterr().out
+
+
+@every_kind
+def test_evaluation_leaves_a_model_as_it_was(strategy: str, run: Callable[..., TrainingRun]) -> None:
+    """What forward keeps then may be used in training, and what it writes into buffers is taken back."""
+
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 3)
+            self.register_buffer("calls", torch.tensor(0))
+            self.mask: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1  # in evaluation too
+            if self.mask is None or len(self.mask) < len(x):
+                self.mask = torch.ones(len(x), 1)
+            return super().forward(x) * self.mask[: len(x)]
+
+    assert run(strategy, Counting).weights["calls"] == 6  # two epochs of three steps
+
+
+class TwoTypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 4).double(), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x.double())).float())
+
+
+@every_kind
+def test_parts_keep_the_types_they_have(strategy: str, run: Callable[..., TrainingRun]) -> None:
+    trained, one = run(strategy, TwoTypes), run("ring_all_reduce", TwoTypes, workers=1)
+    assert trained.weights["first.weight"].dtype == torch.float64
+    assert trained.weights["last.weight"].dtype == torch.float32
+    for name, value in one.weights.items():
+        torch.testing.assert_close(trained.weights[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make_model", "words"),
+    [
+        (lambda: nn.Linear(6, 3).double(), r"parameters are torch.float64 \(weight\).*give --dtype float64"),
+        (lambda: nn.Linear(6, 3).bfloat16(), r"parameters are torch.bfloat16 .*--precision bf16"),
+        (lambda: "not a model", "make_model returned a str"),
+    ],
+)
+def test_models_of_another_type_are_refused(make_model: Any, words: str, run: Callable[..., TrainingRun]) -> None:
+    with pytest.raises(WorkerFailure, match=words):
+        run("ring_all_reduce", make_model)
+
+
+# ---- what is not finite ----
+
+
+class Noting(nn.Module):
+    """Forward writes three buffers: one from the samples, one that counts, and BatchNorm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.register_buffer("last", torch.zeros(6))
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.last = x.detach().mean(0)
+            self.steps += 1
+        return self.layer(self.norm(x))
+
+
+@pytest.mark.parametrize("strategy", WAITING)
+def test_a_skipped_step_leaves_no_trace(strategy: str, run: Callable[..., TrainingRun]) -> None:
+    """One bad sample of 24, so one step of three is skipped in each epoch, on all ranks."""
+    trained = run(strategy, Noting, points(bad=(5,)), not_finite="skip", checkpoint_every=3)
+    assert [epoch["skipped_steps"] for epoch in trained.history] == [1, 2]
+    assert trained.weights["steps"] == trained.weights["norm.num_batches_tracked"] == 4
+    saved = torch.load(max(Path(trained.folder, "checkpoints").iterdir()))
+    for state in (trained.weights, saved["model"], *(rank["buffers"] for rank in saved["ranks"])):
+        assert all(torch.isfinite(value).all() for value in state.values())
+    for epoch in trained.history:  # the mean over the sixteen samples that were trained on
+        assert 0.5 < epoch["train_loss"] < 3
+
+
+def test_the_training_loss_is_that_of_the_samples_trained_on(run: Callable[..., TrainingRun]) -> None:
+    data = points(bad=(5,))
+    trained = run("ring_all_reduce", lambda: nn.Linear(6, 3), data, not_finite="skip", lr=0.0, momentum=0.0, epochs=1)
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(1)).split(8)
+    kept = torch.cat([batch for batch in order if 5 not in batch])
+    expected = cross_entropy(model(data.train_inputs[kept]), data.train_targets[kept]).item()
+    assert len(kept) == 16 and trained.history[0]["train_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["param_server_async", "param_server_bounded", "param_server_backup"])
+def test_those_that_do_not_wait_keep_buffers_finite_too(strategy: str, run: Callable[..., TrainingRun]) -> None:
+    own = {"param_server_bounded": {"staleness": 1}, "param_server_backup": {"backup_workers": 1}}.get(strategy, {})
+    trained = run(strategy, Noting, points(48, bad=(5,)), 2, not_finite="skip", checkpoint_every=6, **own)
+    saved = torch.load(max(Path(trained.folder, "checkpoints").iterdir()))
+    for state in (trained.weights, *(rank["buffers"] for rank in saved["ranks"])):
+        assert all(torch.isfinite(value).all() for value in state.values())
+
+
+@every_kind
+def test_an_overflow_of_the_last_update_stops_the_run(strategy: str, run: Callable[..., TrainingRun]) -> None:
+    with pytest.raises(WorkerFailure, match=r"the parameter \S*(weight|bias) is NaN or infinite") as caught:
+        run(strategy, lambda: nn.Linear(6, 3), points(8, scale=100.0), lr=1e38, epochs=1, checkpoint_every=1)
+    assert "step 1 of epoch 1" in str(caught.value)
+
+
+def test_nothing_is_saved_then(run: Callable[..., TrainingRun], tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailure):
+        run("ring_all_reduce", lambda: nn.Linear(6, 3), points(8, scale=100.0), lr=1e38, epochs=1, checkpoint_every=1)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert not checkpoint.complete_checkpoints(folder / "checkpoints")
+    assert not list(folder.glob("*.pt"))
+    assert '"status": "failed"' in (folder / "manifest.json").read_text()
+
+
+class Tilting(nn.Module):
+    """A buffer that overflows in the third step, whatever the samples are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("level", torch.tensor(1e15))
+        self.register_buffer("mask", torch.tensor([-torch.inf, 0.0]))  # on purpose
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.level *= self.level
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("strategy", ["ring_all_reduce", "param_server", "ddp"])
+@pytest.mark.parametrize(
+    ("make_model", "options", "words"),
+    [
+        (Tilting, {}, "the buffer level is NaN or infinite"),
+        # 1e30 squared is more than float32 holds: Adam then divides by infinity, and the parameters stay finite
+        (
+            lambda: nn.Sequential(nn.Linear(6, 3), nn.Hardtanh(), Steep()),
+            {"optimizer": "adam", "lr": 0.001},
+            "the optimizer's exp_avg_sq of 0.(weight|bias) is NaN or infinite",
+        ),
+        (lambda: nn.Linear(6, 3), {"dataset": points(bad_test=True)}, "the test loss is NaN or infinite"),
+    ],
+    ids=["buffer", "optimizer", "test loss"],
+)
+def test_whatever_is_not_finite_stops_the_run(
+    strategy: str, make_model: Any, options: dict[str, Any], words: str, run: Callable[..., TrainingRun]
+) -> None:
+    with pytest.raises(WorkerFailure, match=words):
+        run(strategy, make_model, **options)
+
+
+class Steep(nn.Module):
+    """Multiplies gradients by 1e30 on their way back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach() + (x - x.detach()) * 1e30
+
+
+@every_kind
+def test_a_run_that_skipped_most_steps_fails_and_says_so(strategy: str, run: Callable[..., TrainingRun]) -> None:
+    bad = tuple(range(0, 24, 2))
+    with pytest.raises(WorkerFailure, match="3 of 3 steps have been skipped, because a gradient was NaN or infinite"):
+        run(strategy, lambda: nn.Linear(6, 3), points(bad=bad), not_finite="skip")
