@@ -27,6 +27,7 @@ PRELOAD = [
     "torch_parallel.huge_pages",  # before torch
     "torch_parallel.worker",
     "torch_parallel.training.loop",
+    "torch_parallel.preflight",
     "torch._dynamo",  # a second's worth of modules that the first optimizer of a process imports
 ]
 """What the server imports, so that no worker has to."""

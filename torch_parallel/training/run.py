@@ -89,7 +89,7 @@ def train(
     if processes < n and device == "cpu":
         device_line = f"no GPU: {config.strategy} runs the plain module in {processes} process"
     resume_from, resume_line = _checkpoint_to_resume(config, dataset.name) if config.resume else (None, None)
-    _check_the_machine(config, dataset, make_model)
+    batch_norm_line = _check_the_machine(config, dataset, make_model, device)
     _check_writable(steps_csv=config.steps_csv, trace=config.trace)
     folder = RunFolder(config.results_dir, f"{config.strategy}_{model_name}_{dataset.name}_n{n}")
     job, shared = make_job(config, dataset, make_model, str(folder.path / "checkpoints"), resume_from)
@@ -98,7 +98,7 @@ def train(
     description["emulated"] = emulation.flags(config)
     description["strategy_options"] = config.strategy_options_on(device)  # defaults may differ by device
     with folder.running(**environment(), **description), contextlib.closing(display):
-        display.introduce([device_line, data_line, resume_line])
+        display.introduce([device_line, data_line, resume_line, batch_norm_line])
         results = launch(
             worker_function,
             processes,
@@ -176,20 +176,30 @@ def _checkpoint_to_resume(config: RunConfig, dataset_name: str) -> tuple[str, st
     return str(path), f"going on from {path}" + (f"; changed: {', '.join(changed)}" if changed else "")
 
 
-def _check_the_machine(config: RunConfig, dataset: Dataset, make_model: Callable[[], nn.Module]) -> None:
+def _check_the_machine(
+    config: RunConfig, dataset: Dataset, make_model: Callable[[], nn.Module], device: str
+) -> str | None:
+    """Raises PreflightError where the run needs more than there is. A line to say where a share may be too small."""
     strategy = STRATEGIES[config.strategy]
     links = emulation.topology(config)
     one_memory = links is None or links.node_count == 1
+    preflight.check_open_files(config.process_count)
+    model = preflight.dry_build(make_model)
+    if model is None:
+        return None
     required = preflight.needs(
-        make_model,
+        model,
         itemsize=getattr(torch, config.dtype).itemsize,
         n=config.process_count,
         has_server=strategy.server_count > 0 or (strategy.common_parameters and not one_memory),
-        bucket_bytes=int(config.bucket_mb_on("cpu") * 2**20),
         data_bytes=sum(getattr(dataset, name).nbytes for name in TENSORS),
         common_parameters=strategy.common_parameters and one_memory,
         common_sums=strategy.common_sums,
         staleness=config.staleness,
+        device=device,
+        through_host=strategy.through_host or links is not None,
     )
-    if required is not None:
-        preflight.check(required)
+    preflight.check(required)
+    workers = config.process_count - strategy.server_count
+    sizes = len(dataset.train_targets), config.batch_size, workers, config.accumulate
+    return preflight.batch_norm_line(*sizes) if model.has_batch_norm else None
