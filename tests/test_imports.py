@@ -27,6 +27,7 @@ LAYERS = {
         "lifeline",
         "pickling",
         "cards",
+        "shm_files",
     },
     "collectives": {"collectives"},
     "transport": {"transport"},

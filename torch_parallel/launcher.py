@@ -234,6 +234,8 @@ class _Run:
             multiprocessing.connection.wait([handle for process in waiting for handle in process.handles], TICK_S)
             self._listen(waiting)
             self._check(waiting)
+            for process in waiting:
+                process.look()
             if self.on_tick is not None and time.monotonic() >= next_tick_s:
                 next_tick_s = time.monotonic() + TICK_S
                 self.on_tick(self.board)

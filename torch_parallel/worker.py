@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_parallel import pickling
+from torch_parallel import pickling, shm_files
 from torch_parallel.communicator import Communicator
 from torch_parallel.generators import seed_all
 from torch_parallel.lifeline import end_with_pipe
@@ -75,6 +75,8 @@ def main(assignment: Assignment) -> None:
         with contextlib.suppress(Exception):  # `| head` has closed the other end
             sys.stdout.flush()
             sys.stderr.flush()
+        with contextlib.suppress(Exception):
+            shm_files.remove(shm_files.held_by(os.getpid()))
         os._exit(exit_code)  # at once: whatever threads the worker function left do not hold the run up
 
 

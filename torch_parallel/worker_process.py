@@ -6,22 +6,18 @@ import contextlib
 import multiprocessing.connection
 import os
 import signal
-from pathlib import Path
+import time
 from typing import Any
 
+from torch_parallel import shm_files
 from torch_parallel.forked import is_stopped
 from torch_parallel.mailbox import Failure, Inbox
 
 EXIT_CODE_S = 1.0
 """How long the fork server may take to pass on the exit code of a worker that has ended."""
 
-SHARED_MEMORY = Path("/dev/shm")
-
-
-def files_of(pid: int) -> list[Path]:
-    """What a process that used a GPU may leave in /dev/shm, killed or ended at once, as workers are: the files by which
-    torch counts who maps GPU memory, and one of the driver's, 4 KiB."""
-    return [each for pattern in (f"torch_{pid}_*", f"cuda.shm.*.{pid:x}.*") for each in SHARED_MEMORY.glob(pattern)]
+LOOK_S = 1.0
+"""How often its files in /dev/shm are looked for."""
 
 
 class WorkerProcess:
@@ -34,6 +30,8 @@ class WorkerProcess:
         self.error: Failure | None = None
         self.result: Any = None
         self.finished = False
+        self._files: set[shm_files.Seen] = set()
+        self._next_look_s = time.monotonic() + LOOK_S
         # A pidfd names this very process even after its number is used again, and does not depend on the fork server.
         self.pidfd: int | None = None
         if hasattr(os, "pidfd_open"):
@@ -54,7 +52,14 @@ class WorkerProcess:
         """Whether the fork server, which holds the other end of the sentinel while the process runs, has ended."""
         return bool(multiprocessing.connection.wait([self.process.sentinel], 0)) and not self.gone()
 
+    def look(self) -> None:
+        """Notices which files it has in /dev/shm, once in LOOK_S."""
+        if time.monotonic() >= self._next_look_s:
+            self._next_look_s = time.monotonic() + LOOK_S
+            self._files |= shm_files.held_by(self.process.pid)
+
     def kill(self) -> None:
+        self._files |= shm_files.held_by(self.process.pid)
         with contextlib.suppress(ProcessLookupError):
             if self.pidfd is not None:
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
@@ -66,9 +71,7 @@ class WorkerProcess:
         self.inbox.close()
         if self.pidfd is not None:
             os.close(self.pidfd)
-        for left in files_of(self.process.pid):
-            with contextlib.suppress(OSError):
-                left.unlink()
+        shm_files.remove(self._files)
         with contextlib.suppress(ValueError):  # where it could not be killed, its end is waited for no longer
             self.process.close()
 
