@@ -18,6 +18,7 @@ from torch_parallel.collectives import (
     reduce_to,
     scatter_from,
 )
+from torch_parallel.collectives.registry import is_all_reduce
 from torch_parallel.mailbox import Outbox
 from torch_parallel.status import StatusReporter
 from torch_parallel.transport.base import Transport
@@ -76,16 +77,21 @@ class Communicator:
         """The lowest rank that trains."""
         return self.server_count
 
-    def all_reduce(self, tensor: Tensor, algorithm: str = "ring") -> Tensor:
+    def all_reduce(self, tensor: Tensor, algorithm: str | Collective = "ring") -> Tensor:
         """Replaces `tensor`, of any shape and device, by its sum over all ranks, the same bits on each; returns it.
 
-        `algorithm` is one of `collectives.ALL_REDUCE`. All ranks call it with tensors of one size and dtype. Raises
-        ValueError for an unknown algorithm, TransportError where the ranks' tensors differ or a peer does not come.
+        `algorithm` is the name of one of `collectives.ALL_REDUCE`, or a collective of your own. All ranks call it with
+        tensors of one size and dtype. Raises ValueError for an unknown algorithm and for a collective that is no
+        all-reduce, ProofError for a wrong one, TransportError where the ranks' tensors differ or a peer does not come.
         Where the same tensor is reduced again and again, a buffer from `share` saves the two copies.
         """
-        if algorithm not in ALL_REDUCE:
-            raise ValueError(f"unknown algorithm {algorithm!r}: choose from {', '.join(ALL_REDUCE)}")
-        return self._perform(ALL_REDUCE[algorithm], tensor, "all_reduce")
+        if not isinstance(algorithm, Collective):
+            if algorithm not in ALL_REDUCE:
+                raise ValueError(f"unknown algorithm {algorithm!r}: choose from {', '.join(ALL_REDUCE)}")
+            algorithm = ALL_REDUCE[algorithm]
+        elif not is_all_reduce(algorithm, self.world_size):
+            raise ValueError(f"{algorithm.name} is no all-reduce: it does not promise the sum of all to every rank")
+        return self._perform(algorithm, tensor, "all_reduce")
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Replaces `tensor` by that of rank `root`; returns it. Raises as `all_reduce` does."""

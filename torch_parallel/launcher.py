@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_parallel import fork_server, pickling, worker
+from torch_parallel.collectives.registry import registered
 from torch_parallel.devices import threads_per_worker
 from torch_parallel.generators import seeds_of_launch
 from torch_parallel.mailbox import Failure, mailbox
@@ -106,7 +107,7 @@ def launch(
         raise ValueError(f"links of {links.world_size} ranks for n = {n}: make the topology for {n}")
     if not 0 < deadline_s <= LONGEST_DEADLINE_S:
         raise ValueError(f"deadline_s = {deadline_s}: {A_DEADLINE}")
-    call = _pickled(worker_function, arguments)
+    call, collectives = _pickled(worker_function, arguments), pickling.dumps(registered())
     surroundings, seeds = Surroundings.here(), seeds_of_launch(seed)
 
     def run_once() -> list[Any]:
@@ -123,6 +124,7 @@ def launch(
                     "shared": run.store(shared or {}),
                     "surroundings": surroundings,
                     "seeds": seeds,
+                    "collectives": collectives,
                 },
             )
             return run.results()

@@ -116,9 +116,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--results_dir", default="results", help="where the results are (default: results)")
     parser.add_argument("--media", default="media", help="where the figures go (default: media)")
     parser.add_argument("--readme", default="README.md", help="file whose tables are filled (default: README.md)")
+    parser.add_argument(
+        "--table", default=TABLE, help="file for the table of the fastest all-reduce (default: the package's own)"
+    )
     options = parser.parse_args(arguments)
     try:
-        table, readme = Path(options.results_dir, TABLE.name), Path(options.readme)
+        table, readme = Path(options.table), Path(options.readme)
         with making(str(table)):
             fastest = fastest_table(options.results_dir)
         text = with_tables(readme.read_text(encoding="utf-8"), options.results_dir)

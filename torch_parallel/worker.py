@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_parallel import pickling, shm_files
+from torch_parallel.collectives.registry import adopt
 from torch_parallel.communicator import Communicator
 from torch_parallel.generators import seed_all
 from torch_parallel.lifeline import end_with_pipe
@@ -44,6 +45,7 @@ class Assignment:
     call: bytes  # pickled (function, arguments)
     surroundings: Surroundings
     seeds: tuple[int, ...]  # of the launch, for all ranks the same
+    collectives: bytes  # pickled, what the launcher's process has registered
 
 
 def main(assignment: Assignment) -> None:
@@ -58,6 +60,7 @@ def main(assignment: Assignment) -> None:
         torch.set_num_threads(assignment.threads)
         seed_all(assignment.seeds, assignment.rank)
         communicator = _communicator(assignment)
+        adopt(pickling.loads(assignment.collectives))
         function, arguments = pickling.loads(assignment.call)
         communicator.status.phase(COMPUTING)
         result = function(communicator, *arguments)

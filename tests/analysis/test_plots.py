@@ -17,6 +17,7 @@ from torch_parallel import plots
 from torch_parallel.analysis import plots as drawing
 from torch_parallel.analysis.runs import Unequal, newest
 from torch_parallel.analysis.tables import TABLES, with_tables
+from torch_parallel.collectives import choice
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
@@ -160,8 +161,11 @@ def test_damaged_results_are_one_line_and_nothing_is_written_over(
         file.write_text(damage(file.read_text()))
     monkeypatch.setattr(plots, "FIGURES", {"aggregation.png": plots.FIGURES["aggregation.png"]})
     monkeypatch.setattr(plots, "OTHERS", {"overlap_gpu.png": plots.OTHERS["overlap_gpu.png"]})
+    table = tmp_path / "fastest.csv"
+    table.write_text(choice.TABLE.read_text())
     command = ["--results_dir", str(results), "--media", str(tmp_path / "media"), "--readme", str(readme)]
-    written = [results / "fastest_all_reduce.csv", readme]
+    command += ["--table", str(table)]
+    written = [table, readme]
     before = [each.read_text() for each in written]
     if said:
         with pytest.raises(SystemExit) as raised:

@@ -140,7 +140,7 @@ def test_the_file_is_plain_and_of_the_bare_model(tmp_path: Path) -> None:
     trainable = [name for name, parameter in bare.named_parameters() if parameter.requires_grad]
     assert sorted(content["optimizer"]) == sorted(trainable)
     assert content["config"] == dataclasses.asdict(
-        config(tmp_path, "param_server", epochs=1, checkpoint_every=7, test_size=360)
+        config(tmp_path, "param_server", epochs=1, checkpoint_every=7, test_size=360).on_dataset("digits")
     )
 
 

@@ -224,6 +224,15 @@ def test_bytes_that_are_no_images(shape: tuple[int, ...]) -> None:
     assert f"uint8 of the shape {list(shape)}" in line and ".long()" in line
 
 
+def test_bytes_of_another_shape_are_normalized_where_that_is_asked_for() -> None:
+    pixels = torch.tensor([[0, 51], [255, 102]], dtype=torch.uint8)
+    made = Dataset("rows", pixels, [0, 1], pixels, [0, 1], 2, (0.2, 0.5), (0.1, 0.25))
+    expected = torch.tensor([[-2.0, -1.2], [8.0, -0.4]], dtype=torch.float64)
+    torch.testing.assert_close(made.normalize(pixels, torch.float64), expected, rtol=0, atol=1e-14)
+    with pytest.raises(DataError, match="mean of rows: it has 1 for images of 2 channels"):
+        Dataset("rows", pixels, [0, 1], pixels, [0, 1], 2, (0.2,), (0.1,))
+
+
 @pytest.mark.parametrize("make", [own, images])
 @pytest.mark.parametrize(
     ("field", "value", "said"),

@@ -1,6 +1,6 @@
 """Which all-reduce is the fastest, by device, number of ranks and size: looked up in a table that was measured once.
 
-The table is `results/fastest_all_reduce.csv`; `python -m torch_parallel plots` makes it from what the benches measured.
+The table is part of the package; `python -m torch_parallel plots` makes it from what the benches measured.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import csv
 import math
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 
 from torch_parallel.collectives import ALL_REDUCE
 
-TABLE = Path(__file__).parents[2] / "results" / "fastest_all_reduce.csv"
+TABLE = Path(str(files("torch_parallel.collectives") / "fastest_all_reduce.csv"))
 COLUMNS = ("device", "n", "size_bytes", "algorithm")
 WITHOUT_TABLE = "ring"
 

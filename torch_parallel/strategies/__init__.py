@@ -5,8 +5,10 @@ A new one is a class, and one line here; an all-reduce algorithm has its strateg
 
 from __future__ import annotations
 
+from torch_parallel.collectives import Collective
+from torch_parallel.collectives.registry import when_registered
 from torch_parallel.gradients.finite import NotFinite
-from torch_parallel.strategies.all_reduce import ALL_REDUCE_STRATEGIES, AllReduce, FastestAllReduce
+from torch_parallel.strategies.all_reduce import ALL_REDUCE_STRATEGIES, AllReduce, FastestAllReduce, strategy_of
 from torch_parallel.strategies.base import OptimizerFactory, Strategy
 from torch_parallel.strategies.builtin import DataParallelStrategy, DistributedDataParallelStrategy
 from torch_parallel.strategies.from_scratch import FromScratch
@@ -35,6 +37,17 @@ ASYNCHRONOUS: dict[str, type[FromScratch]] = {
 }
 """Not equal to one process, unless they are told to wait for everybody: --staleness 0, --backup_workers 0."""
 STRATEGIES: dict[str, type[Strategy]] = {**SYNCHRONOUS, **ASYNCHRONOUS}
+
+
+def _add_strategy(collective: Collective) -> None:
+    name, strategy = strategy_of(collective.name)
+    for strategies in (ALL_REDUCE_STRATEGIES, FROM_SCRATCH):
+        strategies[name] = strategy
+    for every in (SYNCHRONOUS, STRATEGIES):
+        every[name] = strategy
+
+
+when_registered(_add_strategy)
 
 __all__ = [
     "ASYNCHRONOUS",

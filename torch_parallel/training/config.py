@@ -6,7 +6,8 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn, get_type_hints
 
@@ -45,8 +46,14 @@ class ConfigError(ValueError):
     """A run that cannot be: one line that names the flag, the value, and what would do."""
 
 
-def flag(default: Any, help: str, choices: Sequence[str] | None = None, own: bool = False) -> Any:
-    """A field of RunConfig that is a flag of the command line too; with `own`, only of the strategies that name it."""
+ALGORITHMS = ChainMap[str, Any](ALL_REDUCE, {"auto": None})  # "auto" comes first: a chain begins with its last map
+
+
+def flag(default: Any, help: str, choices: Collection[str] | None = None, own: bool = False) -> Any:
+    """A field of RunConfig that is a flag of the command line too; with `own`, only of the strategies that name it.
+
+    The keys of a registry as `choices` are those that it has when they are looked at, not those of now.
+    """
     return field(default=default, metadata={"help": help, "choices": choices, "own": own})
 
 
@@ -54,7 +61,7 @@ def flag(default: Any, help: str, choices: Sequence[str] | None = None, own: boo
 class RunConfig:
     """What to train, how, and on how many processes. Raises ConfigError for values that make no sense."""
 
-    strategy: str = flag("ring_all_reduce", "how workers come to hold the next parameters", tuple(STRATEGIES))
+    strategy: str = flag("ring_all_reduce", "how workers come to hold the next parameters", STRATEGIES.keys())
     n_gpus: int | None = flag(
         None,
         "processes, one a GPU, or CPU processes where there is no GPU; with a param_server the first one is the server "
@@ -79,10 +86,10 @@ class RunConfig:
     )
     momentum: float = flag(0.9, "momentum, for sgd")
     weight_decay: float = flag(0.0, "weight decay")
-    optimizer: str = flag("sgd", "optimizer", tuple(OPTIMIZERS))
-    model: str = flag("cnn", "model", tuple(MODELS))
+    optimizer: str = flag("sgd", "optimizer", OPTIMIZERS.keys())
+    model: str = flag("cnn", "model", MODELS.keys())
     dataset: str | None = flag(
-        None, "data set (default: mnist where it is found or can be downloaded, else digits)", tuple(DATASETS)
+        None, "data set (default: mnist where it is found or can be downloaded, else digits)", DATASETS.keys()
     )
     data_dir: str | None = flag(
         None, "folder with the data; then the folder named by TORCH_PARALLEL_DATA, then ./data, are looked into"
@@ -108,14 +115,14 @@ class RunConfig:
         "compile the model by torch.compile, each layer for itself, so that the exchange still overlaps with "
         "backward; takes a minute or more at the start",
     )
-    lr_schedule: str = flag("constant", "how the learning rate falls after the warm-up", tuple(SCHEDULES))
+    lr_schedule: str = flag("constant", "how the learning rate falls after the warm-up", SCHEDULES.keys())
     warmup_steps: int = flag(0, "steps over which the learning rate rises linearly")
     aggregate: str = flag(
         "weighted",
         "what the gradient of a step is: weighted, the mean over all samples; mean, the mean of the workers' means, "
         "which is the same where all have as many samples, and takes the same learning rate; sum, the sum of their "
         "means: N times as large with N workers, so divide the learning rate by N for steps of the same size",
-        tuple(AGGREGATES),
+        AGGREGATES.keys(),
     )
     accumulate: int = flag(1, "micro-batches into which each worker splits its share of a step, to save memory")
     clip_norm: float | None = flag(None, "largest norm of the whole gradient, clipped after averaging (default: none)")
@@ -165,7 +172,7 @@ class RunConfig:
     algorithm: str = flag(
         "auto",
         "of all_reduce: auto takes the one that was measured as the fastest for a bucket's size and as many processes",
-        ("auto", *ALL_REDUCE),
+        ALGORITHMS.keys(),
         own=True,
     )
     staleness: int = flag(0, "steps that a worker of param_server_bounded may be ahead of the slowest one", own=True)

@@ -34,10 +34,11 @@ def checked(fields: Mapping[str, Any]) -> dict[str, Any]:
     kept["class_count"] = check.class_count()
     for part in PARTS:
         kept[f"{part}_targets"] = check.targets(part, kept[f"{part}_inputs"], kept["class_count"])
-    channels = check.channels(kept["train_inputs"])
-    kept["mean"] = check.numbers("mean", channels, default=0.0)
-    kept["std"] = check.numbers("std", channels, default=1.0)
-    check.positive("std", kept["std"])
+    mean, std = check.numbers("mean"), check.numbers("std")
+    check.positive("std", std)
+    channels = check.channels(kept["train_inputs"], normalized=bool(mean and std))
+    kept["mean"] = check.per_channel("mean", mean, channels, default=0.0)
+    kept["std"] = check.per_channel("std", std, channels, default=1.0)
     kept["source"] = check.text("source")
     return kept
 
@@ -122,16 +123,19 @@ class _Check:
             from_0 = ": count from 0" if least == 1 and largest == class_count else ""
             raise self.wrong(field, f"it has a target {largest}", classes + from_0)
 
-    def channels(self, inputs: Tensor) -> int | None:
-        """Of images; None for what is fed as it is."""
+    def channels(self, inputs: Tensor, normalized: bool) -> int | None:
+        """Of images, dimension 1; None for what is fed as it is.
+
+        Bytes of another shape are pixels too if they are `normalized`: without mean and std they may be tokens.
+        """
         if inputs.dtype != torch.uint8 or not len(inputs):
             return None
-        if inputs.dim() != 4:
+        if inputs.dim() != 4 and not (normalized and inputs.dim() > 1):
             raise self.wrong("train_inputs", f"it is uint8 of the shape {list(inputs.shape)}", IMAGES)
         return inputs.shape[1]
 
-    def numbers(self, field: str, channels: int | None, default: float) -> tuple[float, ...]:
-        """One a channel, finite; the `default` for each where none is given."""
+    def numbers(self, field: str) -> tuple[float, ...]:
+        """Finite ones, as many as are given."""
         value = self.fields[field]
         try:
             given = () if value is None else value
@@ -140,6 +144,12 @@ class _Check:
             numbers = (math.nan,)
         if not all(map(math.isfinite, numbers)):
             raise self.wrong(field, f"it is {value!r}", "finite numbers, one a channel, are wanted")
+        return numbers
+
+    def per_channel(
+        self, field: str, numbers: tuple[float, ...], channels: int | None, default: float
+    ) -> tuple[float, ...]:
+        """As many as there are channels; the `default` for each where none is given."""
         if channels is None:
             return numbers
         if numbers and len(numbers) != channels:
