@@ -1,4 +1,4 @@
-# make train    installs what is needed into .venv and trains with the ring
+# make train    installs the package and what it needs into .venv and trains with the ring
 # make test     installs the checkers too and runs every check
 
 PYTHON ?= python3
@@ -16,14 +16,14 @@ test: .venv/installed-dev
 	$(VENV)/python -m pytest -n 3 --dist worksteal -m "not alone" --durations=20
 	$(VENV)/python -m pytest -m alone
 
-.venv/installed: requirements.txt
+.venv/installed: requirements.txt pyproject.toml
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
 		{ echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..."; exit 1; }
 	$(VENV)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	$(VENV)/python -m pip install -q -r requirements.txt
+	$(VENV)/python -m pip install -q -e ".[notebooks]"
 	touch $@
 
-.venv/installed-dev: .venv/installed pyproject.toml
+.venv/installed-dev: .venv/installed
 	$(VENV)/python -m pip install -q -e ".[dev]"
 	touch $@
 

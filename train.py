@@ -15,7 +15,7 @@ from torch_parallel.training.run import train
 def main() -> None:
     config = RunConfig.from_command_line(description=__doc__)
     run = train(config)
-    print(f"test accuracy {100 * run.test_accuracy:.2f} %; results in {run.folder}")
+    print(f"test accuracy {100 * run.test_accuracy:.2f} %; weights in {run.weights_file}; results in {run.folder}")
 
 
 if __name__ == "__main__":

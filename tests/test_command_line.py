@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import torch
 
 from torch_parallel.command_line import run_command
 from torch_parallel.devices import DeviceError
@@ -27,7 +28,7 @@ from torch_parallel.results import ResultsError
 from torch_parallel.strategies import STRATEGIES
 from torch_parallel.training.checkpoint import CheckpointError
 from torch_parallel.training.config import ConfigError
-from torch_parallel.workloads import DataError
+from torch_parallel.workloads import DataError, build_model, load_dataset
 
 ROOT = Path(__file__).parents[1]
 TRAIN = [sys.executable, str(ROOT / "train.py")]
@@ -82,7 +83,7 @@ def test_a_run(strategy: str, n: int, who: str, place: Path) -> None:
     lines = ended.stdout.splitlines()
     epochs = [match for line in lines if (match := EPOCH.fullmatch(line))]
     assert [(match[1], match[2]) for match in epochs] == [("1", "2"), ("2", "2")]
-    last = re.fullmatch(r"test accuracy (\d+\.\d\d) %; results in (\S+)", lines[-1])
+    last = re.fullmatch(r"test accuracy (\d+\.\d\d) %; weights in (\S+); results in (\S+)", lines[-1])
     assert last is not None and last[1] == epochs[-1][4]
     # That there is no GPU, which data, who trains and in which steps is said once, and before.
     head = lines[: lines.index(epochs[0][0])]
@@ -91,8 +92,14 @@ def test_a_run(strategy: str, n: int, who: str, place: Path) -> None:
     assert f"{n} processes" in head[0] and "digits" in head[1]
     assert who in head[2] and "batch of 16 over all workers" in head[2] and "90 steps an epoch" in head[2]
     # The folder that it names, and nothing anywhere else.
-    folder = Path(last[2])
-    assert files_below(place) == {f"cwd/{folder}/manifest.json", f"cwd/{folder}/runs.csv"}
+    folder = Path(last[3])
+    assert files_below(place) == {f"cwd/{folder}/{name}" for name in ("manifest.json", "runs.csv", "weights.pt")}
+    # The weights are the bare model's, and they have the accuracy that was told.
+    digits, _ = load_dataset("digits", None, None, seed=0)
+    model = build_model("cnn", digits.image_shape, digits.class_count)
+    model.load_state_dict(torch.load(place / "cwd" / last[2]))
+    predicted = model(digits.normalize(digits.test_inputs, torch.float32)).argmax(1)
+    assert f"{100 * (predicted == digits.test_targets).double().mean().item():.2f}" == last[1]
     assert folder.parent == Path("results/runs")
     manifest = json.loads((place / "cwd" / folder / "manifest.json").read_text())
     assert manifest["status"] == "completed" and manifest["config"]["n_gpus"] == n

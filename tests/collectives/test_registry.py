@@ -128,7 +128,7 @@ def stuck(rank: int, world_size: int) -> Iterator[list[Any]]:
         ({"round_count": lambda rank, n: 2}, "for 1 ranks: its round_count is 2 on rank 0, and its schedule has 0"),
         ({"message_count": lambda rank, n: n - 1}, "for 3 ranks: its message_count is 2 on rank 1, .* has 1"),
         ({"sent_elements": lambda rank, n, numel: 0}, "for 2 ranks: its sent_elements of 7 is 0 .* has 7"),
-        ({"chunk_count": lambda n: 1 // (n - 4)}, "for 4 ranks: ZeroDivisionError"),
+        ({"chunk_count": lambda n: 1 + 0 // (n - 4)}, "for 4 ranks: ZeroDivisionError"),
         ({"contributors": lambda rank, n: frozenset()}, "TypeError: "),
     ],
 )

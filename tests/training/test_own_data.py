@@ -240,6 +240,20 @@ def test_an_output_that_is_wrong_in_evaluation_alone(go: Callable[..., TrainingR
         go("ring_all_reduce", Inception, data())
 
 
+def test_the_weights_are_on_disk_for_the_bare_model(go: Callable[..., TrainingRun]) -> None:
+    for strategy in ("ring_all_reduce", "param_server", "ddp"):
+        run = go(strategy, lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), data())
+        assert Path(run.weights_file) == Path(run.folder, "weights.pt")
+        assert not list(Path(run.folder).glob("*.tmp"))
+        model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+        model.load_state_dict(torch.load(run.weights_file))
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, run.weights[name]) and value.dtype == run.weights[name].dtype
+        with torch.no_grad():
+            loss = cross_entropy(model.eval()(INPUTS[:10]), TARGETS[:10]).item()
+        assert run.history[-1]["test_loss"] == pytest.approx(loss, rel=1e-5)
+
+
 def test_more_logits_than_classes_are_right(go: Callable[..., TrainingRun]) -> None:
     """As of a model that was made for more; the loss is that of all its logits."""
     trained = go("ring_all_reduce", lambda: nn.Linear(4, 7), data(), lr=0.0, momentum=0.0)

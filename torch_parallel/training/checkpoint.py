@@ -60,28 +60,33 @@ def save(content: dict[str, Any], folder: Path, step: int) -> Path:
     Raises CheckpointError where it cannot be written; then older ones are untouched and nothing half-written is left.
     """
     path = path_for(folder, step)
-    temporary = path.with_suffix(".tmp")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync_folder(folder)
-    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
-        temporary.unlink(missing_ok=True)
-        cause = next((each for each in (error.__context__, error) if isinstance(each, OSError)), error)
-        reason = getattr(cause, "strerror", None) or cause
-        raise CheckpointError(
-            f"the checkpoint of step {step} cannot be written to {folder} ({reason}): make room there, or choose "
-            "another folder with --results_dir; earlier checkpoints are untouched"
-        ) from None
+    write_whole(content, path, f"the checkpoint of step {step}", "; earlier checkpoints are untouched")
     for old in complete_checkpoints(folder)[:-KEEP]:
         old.unlink()
     for unfinished in folder.glob("*.tmp"):
         unfinished.unlink()
     return path
+
+
+def write_whole(content: dict[str, Any], path: Path, what: str, but: str = "") -> None:
+    """Writes a file that plain `torch.load` reads, or leaves nothing. Raises CheckpointError, which says `what`."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
+        temporary.unlink(missing_ok=True)
+        cause = next((each for each in (error.__context__, error) if isinstance(each, OSError)), error)
+        reason = getattr(cause, "strerror", None) or cause
+        raise CheckpointError(
+            f"{what} cannot be written to {path.parent} ({reason}): make room there, or choose another folder with "
+            f"--results_dir{but}"
+        ) from None
 
 
 def _sync_folder(folder: Path) -> None:

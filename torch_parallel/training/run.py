@@ -31,11 +31,15 @@ from torch_parallel.workloads import DataError, Dataset, build_model, load_datas
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What `train` returns: one dict an epoch, the trained weights on the CPU, and the folder with the results."""
+    """What `train` returns: one dict an epoch, the trained weights on the CPU, and the folder with the results.
+
+    `weights_file` has the weights too: `model.load_state_dict(torch.load(run.weights_file))`, with the bare model.
+    """
 
     history: list[dict[str, Any]]
     weights: dict[str, Tensor]
     folder: str
+    weights_file: str
 
     @property
     def test_accuracy(self) -> float:
@@ -113,14 +117,15 @@ def train(
             on_tick=display.tick,
             links=emulation.topology(config),
         )
+        first_worker, weights_file = results[servers], folder.path / "weights.pt"
+        checkpoint.write_whole(first_worker["weights"], weights_file, "the trained weights")
     if config.trace:
         write_chrome_trace([event for result in results for event in result["events"]], config.trace)
         without = (
             f" ({config.strategy} exchanges by torch's own means: not in it)" if config.strategy in BUILTIN else ""
         )
         display.say(f"trace in {config.trace}: open it in ui.perfetto.dev{without}")
-    first_worker = results[servers]
-    return TrainingRun(first_worker["history"], first_worker["weights"], str(folder.path))
+    return TrainingRun(first_worker["history"], first_worker["weights"], str(folder.path), str(weights_file))
 
 
 def _refuse_a_launcher_around_this_one() -> None:
