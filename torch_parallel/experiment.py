@@ -123,7 +123,8 @@ class Grid:
         place = self._runs / f"{time.time_ns()}"
         place.mkdir(parents=True)
         said = place / "said.txt"  # all of it: who speaks last need not be who failed first
-        command = [sys.executable, *cell.words(seed), "--results_dir", str(place)]
+        script, *flags = cell.words(seed)
+        command = [sys.executable, str(_root() / script), *flags, "--results_dir", str(place)]
         variables = {**os.environ, "PYTHONUNBUFFERED": "1", **cell.variables}  # its lines in the order of their writing
         with open(said, "w", encoding="utf-8") as opened, _ended_with_us(command, variables, opened) as process:
             try:
@@ -168,9 +169,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _ended_with_us(command: list[str], variables: dict[str, str], output: TextIO) -> Iterator[subprocess.Popen[bytes]]:
     """A program that is ended if the block is left early, and all processes that it started with it."""
-    process = subprocess.Popen(
-        command, env=variables, stdout=output, stderr=subprocess.STDOUT, cwd=_root(), start_new_session=True
-    )
+    process = subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         yield process
     finally:
@@ -184,8 +183,14 @@ def _ended_with_us(command: list[str], variables: dict[str, str], output: TextIO
 
 
 def _root() -> Path:
-    """Where train.py and the built-in scripts are."""
-    return Path(__file__).parents[1]
+    """Where train.py and the built-in scripts are: they are no part of the package. Raises ExperimentError."""
+    root = Path(__file__).parents[1]
+    if not (root / "train.py").exists():
+        raise ExperimentError(
+            f"it runs train.py and the built-in scripts, which are not in {root}: in a clone of the repository install "
+            "the package by pip install -e ."
+        )
+    return root
 
 
 def machine_name(here: dict[str, Any]) -> str:
@@ -225,6 +230,7 @@ def main(arguments: list[str]) -> None:
             raise ExperimentError(
                 f"all its cells need more GPUs than {gpus}; on the CPU it runs with CUDA_VISIBLE_DEVICES= before it"
             )
+        _root()
         grid = Grid(name, experiment, experiment.seeds, results_dir)
         grid.run()
         print(grid.summary())

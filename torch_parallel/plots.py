@@ -120,6 +120,11 @@ def main(arguments: list[str]) -> None:
         "--table", default=TABLE, help="file for the table of the fastest all-reduce (default: the package's own)"
     )
     options = parser.parse_args(arguments)
+    if not Path(options.results_dir).is_dir():
+        sys.exit(
+            f"plots: --results_dir {options.results_dir}: there is no such folder; run it in a clone of the "
+            "repository, or name the folders (--results_dir, --media, --readme)"
+        )
     try:
         table, readme = Path(options.table), Path(options.readme)
         with making(str(table)):
