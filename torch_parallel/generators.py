@@ -1,4 +1,4 @@
-"""What ranks draw: another sequence on each rank and in each launch, and the same ones when the program runs again."""
+"""What ranks draw: another sequence on each rank and in each launch, all of which follow from the caller's seed."""
 
 from __future__ import annotations
 

@@ -94,8 +94,8 @@ def launch(
     Workers see their caller as it is at the launch: environment variables, current folder, `sys.path`, limits, filters
     of warnings, standard output, and torch's defaults, such as the default dtype. What they start themselves, data
     loaders and other processes, ends with them. Their generators, of Python, NumPy and torch, differ on each rank, and
-    from one launch of a process to the next; a program that is run again has the same draws, or others after another
-    `torch.manual_seed`. With `seed` each launch has the same ones.
+    from one launch of a process to the next; they follow from the caller's `torch.manual_seed`, and so are the same
+    when the program runs again. With `seed` each launch has the same ones.
 
     Raises ValueError for n < 1, for links of another number of ranks and for a deadline that is none, NotPicklable, and
     WorkerFailure. `deadline_s` bounds every wait of a worker, and how long a worker may go without communicating or
