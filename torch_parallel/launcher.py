@@ -311,9 +311,10 @@ class _Run:
 
     def end(self) -> None:
         """Kills what still runs and gives everything back. Workers that returned are about to end by themselves."""
+        no_server = any(process.is_orphan() for process in self.processes)
         for process in self.processes:
             if not process.finished:
-                process.kill()
+                process.kill(with_all_below=no_server)
         now = time.monotonic()
         for process in self.processes:
             if not process.gone(max(0.0, now + LAST_STEPS_S - time.monotonic())):

@@ -7,6 +7,7 @@ import multiprocessing.connection
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from torch_parallel import shm_files
@@ -18,6 +19,24 @@ EXIT_CODE_S = 1.0
 
 LOOK_S = 1.0
 """How often its files in /dev/shm are looked for."""
+_ROUNDS = 100
+"""A process that goes on starting others is looked for again and again, a tenth of a second long at least."""
+
+
+def descendants(pid: int) -> set[int]:
+    """The living processes below one (Linux)."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            state, parent = Path(f"/proc/{int(entry)}/stat").read_text().rpartition(")")[2].split()[:2]
+            if state not in "ZX":
+                children.setdefault(int(parent), []).append(int(entry))
+    found, left = set[int](), [pid]
+    while left:
+        below = children.get(left.pop(), [])
+        found.update(below)
+        left += below
+    return found
 
 
 class WorkerProcess:
@@ -58,13 +77,28 @@ class WorkerProcess:
             self._next_look_s = time.monotonic() + LOOK_S
             self._files |= shm_files.held_by(self.process.pid)
 
-    def kill(self) -> None:
+    def kill(self, with_all_below: bool = False) -> None:
+        """What it has started is killed by the fork server, or here where that has died."""
+        if with_all_below:
+            self._kill_what_is_below()
         self._files |= shm_files.held_by(self.process.pid)
         with contextlib.suppress(ProcessLookupError):
             if self.pidfd is not None:
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
             else:
                 self.process.kill()
+
+    def _kill_what_is_below(self) -> None:
+        """The worker is stopped meanwhile. It has adopted what its descendants have left behind, so all is found."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGSTOP)
+            for _ in range(_ROUNDS):
+                if not (below := descendants(self.process.pid)):
+                    break
+                for pid in below:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                time.sleep(0.001)
 
     def close(self) -> None:
         """After its end: gives back descriptors, and what it has left in /dev/shm."""
