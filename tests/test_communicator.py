@@ -250,7 +250,7 @@ DIFFERENT = [
 def test_ranks_that_do_different_things_are_told_so(operation: Callable[[Communicator], Any], message: str) -> None:
     with pytest.raises(TransportError) as raised:
         on_threads(2, operation)
-    assert str(raised.value) == f"{message}: all ranks must call the same operations in the same order"
+    assert str(raised.value) == f"call 1: {message}: all ranks must call the same operations in the same order"
 
 
 def roles(communicator: Communicator) -> tuple[Any, ...]:
@@ -287,8 +287,8 @@ def test_different_sizes_end_the_run_and_name_both() -> None:
         launch(lambda c: c.all_reduce(torch.ones(3 + c.rank)), 2, threads=1, deadline_s=10.0)
     text = str(raised.value)
     assert re.search(
-        r"rank [01] failed: TransportError: rank [01] wants to all_reduce [34] elements of torch\.float32 by ring, "
-        r"but rank [01] wants to all_reduce [34] elements of torch\.float32 by ring",
+        r"rank [01] failed: TransportError: call 1: rank [01] wants to all_reduce [34] elements of torch\.float32 by "
+        r"ring, but rank [01] wants to all_reduce [34] elements of torch\.float32 by ring",
         text,
     )
 

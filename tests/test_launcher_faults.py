@@ -272,8 +272,9 @@ def test_a_rank_that_returns_while_others_need_it() -> None:
         if communicator.rank != 2:
             communicator.barrier()
 
-    lines, _ = failure_of(work, 3, DEADLINE_S)
-    assert re.match(r"rank [01] failed: TransportError: rank [01], meet at a barrier: no signal from rank 2", lines[0])
+    lines, _ = failure_of(work, 3, deadline_s=60.0)
+    what = "rank 2 has returned, and rank [01] waits for it in call 1, meet at a barrier"
+    assert re.fullmatch(rf"rank [01] failed: TransportError: {what}", lines[0])
     assert "  rank 2 was returning its result" in lines
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from torch_parallel.launcher import launch
+from torch_parallel.status import RAISED, RETURNED
 from torch_parallel.transport.local import LocalGroup
 
 TRANSPORTS = ("threads", "sequence numbers", "pipes")
@@ -69,10 +70,13 @@ def on_all_ranks(
     errors: list[BaseException] = []
 
     def body(rank: int) -> None:
+        transport = group.transport(rank)
         try:
-            results[rank] = function(group.transport(rank), *arguments)
+            results[rank] = function(transport, *arguments)
+            transport.status.is_over(RETURNED)
         except BaseException as error:
             errors.append(error)
+            transport.status.is_over(RAISED)
 
     in_threads(body, world_size, limit_s=60)
     if errors:

@@ -1,7 +1,17 @@
-"""What a worker function is given: who this process is, and collective operations on ordinary tensors."""
+"""What a worker function is given: who this process is, and collective operations on ordinary tensors.
+
+All ranks make the same collective calls, in the same order. Each call is compared over the ranks by its number, what
+it is, and the size and type of its tensors: a rank that calls something else, or leaves a call out, is found at once.
+Calls that are alike in all of that, but mean different things, only a `name` tells apart:
+
+    communicator.all_reduce(loss, name="loss")
+    communicator.all_reduce(accuracy, name="accuracy")     # a rank that leaves the first one out raises TransportError
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +52,8 @@ class Communicator:
     """The tensors that were given to `launch(..., shared=...)`: one copy in the memory of all processes."""
     host_transport: Transport | None = None
     """Of host memory, where `transport` is one of GPUs; None where `transport` itself serves."""
+    deadline_s: float = 300.0
+    """How long a wait may take."""
     _scratch: dict[tuple[str, torch.dtype], SharedBuffer] = field(default_factory=dict)
     _narrowed: dict[tuple[str, torch.dtype, int], SharedBuffer] = field(default_factory=dict)
     _last_stream: torch.cuda.Stream | None = None
@@ -77,12 +89,13 @@ class Communicator:
         """The lowest rank that trains."""
         return self.server_count
 
-    def all_reduce(self, tensor: Tensor, algorithm: str | Collective = "ring") -> Tensor:
+    def all_reduce(self, tensor: Tensor, algorithm: str | Collective = "ring", *, name: str | None = None) -> Tensor:
         """Replaces `tensor`, of any shape and device, by its sum over all ranks, the same bits on each; returns it.
 
         `algorithm` is the name of one of `collectives.ALL_REDUCE`, or a collective of your own. All ranks call it with
-        tensors of one size and dtype. Raises ValueError for an unknown algorithm and for a collective that is no
-        all-reduce, ProofError for a wrong one, TransportError where the ranks' tensors differ or a peer does not come.
+        tensors of one size and dtype and, as all collectives here, with the same `name`: what this call is, compared
+        over the ranks. Raises ValueError for an unknown algorithm and for a collective that is no all-reduce,
+        ProofError for a wrong one, TransportError where the ranks' calls or tensors differ or a peer does not come.
         Where the same tensor is reduced again and again, a buffer from `share` saves the two copies.
         """
         if not isinstance(algorithm, Collective):
@@ -91,57 +104,59 @@ class Communicator:
             algorithm = ALL_REDUCE[algorithm]
         elif not is_all_reduce(algorithm, self.world_size):
             raise ValueError(f"{algorithm.name} is no all-reduce: it does not promise the sum of all to every rank")
-        return self._perform(algorithm, tensor, "all_reduce")
+        return self._perform(algorithm, tensor, "all_reduce", name)
 
-    def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
+    def broadcast(self, tensor: Tensor, root: int = 0, *, name: str | None = None) -> Tensor:
         """Replaces `tensor` by that of rank `root`; returns it. Raises as `all_reduce` does."""
         self._check_root(root)
-        return self._perform(broadcast_from(root), tensor, f"broadcast from rank {root}")
+        return self._perform(broadcast_from(root), tensor, f"broadcast from rank {root}", name)
 
-    def reduce(self, tensor: Tensor, root: int = 0) -> Tensor:
+    def reduce(self, tensor: Tensor, root: int = 0, *, name: str | None = None) -> Tensor:
         """Replaces `tensor` on rank `root` by its sum over all ranks, added in rank order; returns it.
 
         Elsewhere it stays as it is. Raises as `all_reduce` does, and ValueError for a root that is no rank.
         """
         self._check_root(root)
-        return self._perform(reduce_to(root), tensor, f"reduce to rank {root}")
+        return self._perform(reduce_to(root), tensor, f"reduce to rank {root}", name)
 
-    def gather_tensor(self, tensor: Tensor, root: int = 0) -> Tensor | None:
+    def gather_tensor(self, tensor: Tensor, root: int = 0, *, name: str | None = None) -> Tensor | None:
         """Everybody's tensor, [world_size, *tensor.shape], by rank, on `root`; None elsewhere. Raises as `reduce`."""
         self._check_root(root)
-        table = self._perform(gather_to(root), self._own_row(tensor), f"gather to rank {root}")
+        table = self._perform(gather_to(root), self._own_row(tensor), f"gather to rank {root}", name)
         return table if self.rank == root else None
 
-    def scatter(self, table: Tensor, root: int = 0) -> Tensor:
+    def scatter(self, table: Tensor, root: int = 0, *, name: str | None = None) -> Tensor:
         """This rank's row, [*shape], of rank `root`'s table [world_size, *shape].
 
         All ranks pass a table of that shape; what it holds counts on `root` only. Raises as `reduce` does, and
         ValueError for a table of another length.
         """
         self._check_root(root)
-        return self._perform(scatter_from(root), self._copied(table), f"scatter from rank {root}")[self.rank]
+        table = self._copied(table)
+        return self._perform(scatter_from(root), table, f"scatter from rank {root}", name)[self.rank]
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor, *, name: str | None = None) -> Tensor:
         """Everybody's tensor, [world_size, *tensor.shape], by rank, on all ranks. Raises TransportError as others."""
-        return self._perform(COLLECTIVES["direct_all_gather"], self._own_row(tensor), "all_gather")
+        return self._perform(COLLECTIVES["direct_all_gather"], self._own_row(tensor), "all_gather", name)
 
-    def reduce_scatter(self, table: Tensor) -> Tensor:
+    def reduce_scatter(self, table: Tensor, *, name: str | None = None) -> Tensor:
         """The sum over all ranks of this rank's row, [*shape], of everybody's table [world_size, *shape].
 
         Raises ValueError for a table of another length, TransportError as others do.
         """
-        return self._perform(COLLECTIVES["direct_reduce_scatter"], self._copied(table), "reduce_scatter")[self.rank]
+        table = self._copied(table)
+        return self._perform(COLLECTIVES["direct_reduce_scatter"], table, "reduce_scatter", name)[self.rank]
 
-    def all_to_all(self, table: Tensor) -> Tensor:
+    def all_to_all(self, table: Tensor, *, name: str | None = None) -> Tensor:
         """In row k what rank k's table holds in this rank's row: [world_size, *shape], as everybody's table.
 
         Raises ValueError for a table of another length, TransportError as others do.
         """
-        return self._perform(COLLECTIVES["all_to_all"], self._copied(table), "all_to_all")
+        return self._perform(COLLECTIVES["all_to_all"], self._copied(table), "all_to_all", name)
 
-    def barrier(self) -> None:
+    def barrier(self, *, name: str | None = None) -> None:
         """Returns once every rank has called it."""
-        self.transport.agree("meet at a barrier")
+        self.transport.agree("meet at a barrier" + _named(name))
 
     def share(self, numel: int, dtype: torch.dtype = torch.float32) -> SharedBuffer:
         """A new buffer [numel] of every rank that peers can read, on `device` where GPUs reach each other's memory.
@@ -150,18 +165,20 @@ class Communicator:
         """
         return self.transport.share(numel, dtype)
 
-    def all_ranks(self, mine: Tensor) -> Tensor:
+    def all_ranks(self, mine: Tensor, *, name: str | None = None) -> Tensor:
         """`all_gather`, by its older name."""
-        return self.all_gather(mine)
+        return self.all_gather(mine, name=name)
 
-    def gather(self, thing: Any, root: int = 0) -> list[Any] | None:
+    def gather(self, thing: Any, root: int = 0, *, name: str | None = None) -> list[Any] | None:
         """Every rank's picklable `thing`, by rank, on `root`; None elsewhere. All ranks call it.
 
         Things of any size go through a buffer of at most GATHER_BYTES on each rank, one piece after the other.
         """
         data = pickling.dumps(thing)
         # Everybody has left what came before this exchange, so nobody uses the buffer of bytes any more.
-        sizes = self.all_ranks(torch.tensor(len(data), dtype=torch.int64, device="cpu")).tolist()
+        own_size = self._own_row(torch.tensor(len(data), dtype=torch.int64, device="cpu"))
+        verb = f"gather objects to rank {root}, of sizes in"
+        sizes = self._perform(COLLECTIVES["direct_all_gather"], own_size, verb, name).tolist()
         received = [bytearray() for _ in sizes]
         for start in range(0, max(sizes), GATHER_BYTES):
             self._gather_piece(data[start : start + GATHER_BYTES], [size - start for size in sizes], received, root)
@@ -173,25 +190,39 @@ class Communicator:
         buffer = self._buffer("cpu", min(max(left), GATHER_BYTES), torch.uint8)
         if piece:
             buffer.local[: len(piece)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
-        host.agree("read the objects gathered")
+        host.agree("read the objects gathered", numbered=False)
         if self.rank == root:
             for part, size, so_far in zip(buffer.parts, left, received, strict=True):
                 so_far += part[: max(0, size)].numpy().tobytes()
         if max(left) > GATHER_BYTES:
-            host.agree("write the next piece of the objects gathered")
+            host.agree("write the next piece of the objects gathered", numbered=False)
 
-    def broadcast_object(self, thing: Any, root: int = 0) -> Any:
+    def broadcast_object(self, thing: Any, root: int = 0, *, name: str | None = None) -> Any:
         """Rank `root`'s picklable `thing`, on all ranks. All ranks call it; what the others pass does not count."""
         self._check_root(root)
         if self.world_size == 1:
             return thing
         data = pickling.dumps(thing) if self.rank == root else b""
-        size = int(self.broadcast(torch.tensor(len(data), dtype=torch.int64, device="cpu"), root))
+        size = int(self.broadcast(torch.tensor(len(data), dtype=torch.int64, device="cpu"), root, name=name))
         flat = torch.zeros(size, dtype=torch.uint8, device="cpu")
         if self.rank == root:
             flat.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        self.broadcast(flat, root)
+        self.broadcast(flat, root, name=name)
         return thing if self.rank == root else pickling.loads(flat.numpy().tobytes())
+
+    @contextmanager
+    def long_work(self, doing: str) -> Iterator[None]:
+        """Around work of this rank that may take longer than the deadline while others wait for it:
+
+            with communicator.long_work("reading the data"):
+                ...
+
+        As long as this process is alive in it, nobody takes it for stopped, neither the launcher nor the peers that
+        wait for this rank. `doing` says what the rank does, in errors. Between GPUs, peers are to wait at a `barrier`
+        behind it: what streams wait for has the deadline all the same.
+        """
+        with self.status.at_work(doing):
+            yield
 
     def report(self, message: Any) -> None:
         """Sends a picklable message to `on_message` of the launcher."""
@@ -215,7 +246,7 @@ class Communicator:
             )
         return table.detach().clone()
 
-    def _perform(self, collective: Collective, tensor: Tensor, verb: str) -> Tensor:
+    def _perform(self, collective: Collective, tensor: Tensor, verb: str, name: str | None) -> Tensor:
         if self.world_size == 1:
             return tensor
         dtype, kind = tensor.dtype, tensor.device.type
@@ -223,11 +254,11 @@ class Communicator:
         if transport.enqueues:
             self._follow_last_stream()
         # Everybody has left the previous operation when all have come to this one: the buffer may be filled again.
-        transport.compare(f"{verb} {tensor.numel()} elements of {dtype} by {collective.name}")
+        transport.compare(f"{verb} {tensor.numel()} elements of {dtype} by {collective.name}{_named(name)}")
         buffer = self._buffer(kind, tensor.numel(), dtype)
         with torch.no_grad():
             buffer.local.copy_(tensor.reshape(-1))
-            result = transport.perform(collective, buffer, verb)
+            result = transport.perform(collective, buffer, verb, numbered=False)
             tensor.copy_(result.view(tensor.shape))
         return tensor
 
@@ -250,7 +281,7 @@ class Communicator:
         scratch = self._scratch.get((device_type, dtype))
         if scratch is None or scratch.local.numel() < numel:
             capacity = max(1024, 1 << max(numel - 1, 0).bit_length())
-            scratch = self._transport_for(device_type).share(capacity, dtype)
+            scratch = self._transport_for(device_type).share(capacity, dtype, numbered=False)
             self._scratch[device_type, dtype] = scratch
             self._narrowed = {key: each for key, each in self._narrowed.items() if key[:2] != (device_type, dtype)}
         if (device_type, dtype, numel) not in self._narrowed:
@@ -258,3 +289,7 @@ class Communicator:
                 self._narrowed.clear()
             self._narrowed[device_type, dtype, numel] = scratch.narrow(numel)
         return self._narrowed[device_type, dtype, numel]
+
+
+def _named(name: str | None) -> str:
+    return "" if name is None else f", named {name!r}"

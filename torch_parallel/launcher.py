@@ -47,6 +47,8 @@ LAST_WORDS_S = 0.5
 """After a first error, the time that the other ranks have to say what they saw."""
 FIRST_HAND_S = 2.0
 """The same as long as nothing but consequences were told: whose failure it was may come late on a busy machine."""
+LAST_CALLS_S = 0.5
+"""How long after a rank has returned the others may take to say themselves that they wait for it."""
 FORK_SERVER_DIED = "the fork server, from which the workers are started, died or did not answer"
 
 
@@ -200,6 +202,7 @@ class _Run:
         self.on_tick = on_tick
         self.wiring = wiring
         self.board = wiring.status_board()
+        self.calls = wiring.call_board()
         self.processes: list[WorkerProcess] = []
 
     def store(self, shared: dict[str, Tensor]) -> dict[str, tuple[int, tuple[int, ...], Any]]:
@@ -241,6 +244,7 @@ class _Run:
             if self.on_tick is not None and time.monotonic() >= next_tick_s:
                 next_tick_s = time.monotonic() + TICK_S
                 self.on_tick(self.board)
+        self._check_calls(older_than_s=0.0)
         return [process.result for process in self.processes]
 
     def _listen(self, waiting: list[WorkerProcess]) -> None:
@@ -254,6 +258,7 @@ class _Run:
                 else:
                     process.result = content
                     process.finished = True
+                    process.finished_s = time.monotonic()
 
     def _received(self, process: WorkerProcess) -> list[tuple[str, Any]]:
         try:
@@ -274,12 +279,24 @@ class _Run:
             stopped = [f"rank {process.rank} is stopped; " for process in waiting if process.is_stopped()]
             failed, error = self._cause()
             raise self._failure(failed, f"{''.join(stopped)}rank {failed.rank} failed: {error.headline}")
+        self._check_calls(older_than_s=LAST_CALLS_S)
         for process in waiting:
             if not process.finished and process.is_orphan():
                 raise self._failure(process, FORK_SERVER_DIED)
             silent_s = self.board.read(process.rank).silent_s
             if not process.finished and silent_s > self.deadline_s + GRACE_S:
                 raise self._failure(process, f"rank {process.rank} gave no sign of life for {silent_s:.0f} s")
+
+    def _check_calls(self, older_than_s: float) -> None:
+        """Raises WorkerFailure where a rank has returned, and others made calls in which it has no part.
+
+        A rank that waits for it says so itself, and where; not one whose GPU waits, or that needed nothing of it.
+        """
+        before_s = time.monotonic() - older_than_s
+        ended = [each.rank for each in self.processes if each.finished and each.finished_s <= before_s]
+        unequal = self.calls.unequal_ends(ended) if ended else None
+        if unequal is not None:
+            raise self._failure(self.processes[unequal[0]], unequal[1])
 
     def _gather_last_words(self) -> None:
         start_s = time.monotonic()
@@ -300,10 +317,13 @@ class _Run:
     def _failure(self, culprit: WorkerProcess, headline: str) -> WorkerFailure:
         """The whole story: a traceback, if there is one, what each rank was doing, and which processes are stopped."""
         lines = [headline]
+        cause_is_known = culprit.error is not None and not culprit.error.secondhand
         for process in self.processes:
             stopped = " (its process is stopped)" if process.is_stopped() else ""
             lines.append(f"  {self.board.read(process.rank)}{stopped}")
-            if process.error is not None and process is not culprit:
+            if process.error is None or process is culprit:
+                continue
+            if not (cause_is_known and process.error.secondhand):  # else it tells nothing new
                 lines.append(f"    it said: {process.error.headline}")
         if culprit.error is not None and culprit.error.traceback:
             lines += ["", culprit.error.traceback.rstrip()]

@@ -22,7 +22,7 @@ from torch_parallel.communicator import Communicator
 from torch_parallel.generators import seed_all
 from torch_parallel.lifeline import end_with_pipe
 from torch_parallel.mailbox import Failure, Outbox
-from torch_parallel.status import COMPUTING, RETURNING
+from torch_parallel.status import COMPUTING, RAISED, RETURNED, RETURNING, StatusReporter
 from torch_parallel.surroundings import Surroundings
 from torch_parallel.transport.base import Transport
 from torch_parallel.transport.cuda_ipc import THROUGH_HOST, connect_gpus, without_kernel
@@ -55,10 +55,12 @@ def main(assignment: Assignment) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # where there is no fork server to inherit the mask from
     _prefix_warnings(assignment.rank)
     exit_code = 1
+    status: StatusReporter | None = None
     try:
         assignment.surroundings.apply()
         torch.set_num_threads(assignment.threads)
         seed_all(assignment.seeds, assignment.rank)
+        status = assignment.wiring.status_board().reporter(assignment.rank)
         communicator = _communicator(assignment)
         adopt(pickling.loads(assignment.collectives))
         function, arguments = pickling.loads(assignment.call)
@@ -67,11 +69,14 @@ def main(assignment: Assignment) -> None:
         communicator.status.phase(RETURNING)
         communicator.transport.leave()
         assignment.outbox.send("result", result)
+        status.is_over(RETURNED)
         exit_code = 0
     except BaseException as error:  # sys.exit() too: whatever its code, the worker has not returned a result
         secondhand = getattr(error, "secondhand", False)
         trace = "" if getattr(error, "headline_suffices", False) else traceback.format_exc()
         assignment.outbox.send("error", Failure(_headline(error), trace, secondhand))
+        if status is not None:
+            status.is_over(RAISED)
     finally:
         with contextlib.suppress(Exception):
             multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # ends what a DataLoader left behind
@@ -130,6 +135,7 @@ def _communicator(assignment: Assignment) -> Communicator:
         device,
         {name: assignment.wiring.arena.tensor(*where) for name, where in assignment.shared.items()},
         host_transport=None if transport is host else host,
+        deadline_s=assignment.deadline_s,
     )
 
 

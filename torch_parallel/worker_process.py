@@ -49,6 +49,7 @@ class WorkerProcess:
         self.error: Failure | None = None
         self.result: Any = None
         self.finished = False
+        self.finished_s = 0.0
         self._files: set[shm_files.Seen] = set()
         self._next_look_s = time.monotonic() + LOOK_S
         # A pidfd names this very process even after its number is used again, and does not depend on the fork server.

@@ -486,6 +486,7 @@ def test_waited_s_names_the_slow_peer(kind: str) -> None:
 def rank_1_stays_away(transport: Transport, what: str) -> str:
     buffer = transport.share(9, torch.float32)
     if transport.rank == 1:
+        time.sleep(1)  # past the others' deadline
         return ""
     try:
         if what == "agree":
@@ -498,6 +499,7 @@ def rank_1_stays_away(transport: Transport, what: str) -> str:
         else:
             transport.perform(RING_ALL_REDUCE, buffer, "gradients of bucket 3")
     except TransportError as error:
+        time.sleep(0.5)  # nor does who gives up return before the others' deadline
         return str(error)
     return "no error"
 
@@ -541,9 +543,9 @@ def test_ranks_that_share_different_buffers_are_told_so(kind: str) -> None:
     advice = "all ranks must call the same operations in the same order"
     five, six = "share 5 elements of torch.float32", "share 6 elements of torch.float64"
     assert errors == [
-        f"rank 0 wants to {five}, but rank 2 wants to {six}: {advice}",
-        f"rank 1 wants to {five}, but rank 2 wants to {six}: {advice}",
-        f"rank 2 wants to {six}, but rank 0 wants to {five}: {advice}",
+        f"call 1: rank 0 wants to {five}, but rank 2 wants to {six}: {advice}",
+        f"call 1: rank 1 wants to {five}, but rank 2 wants to {six}: {advice}",
+        f"call 1: rank 2 wants to {six}, but rank 0 wants to {five}: {advice}",
     ]
 
 
@@ -561,7 +563,8 @@ def test_texts_too_long_to_be_sent_are_told_apart_all_the_same(kind: str) -> Non
     assert on_all_ranks(kind, 2, agree_on_a_long_text, "aa") == ["no error"] * 2
     for rank, error in enumerate(on_all_ranks(kind, 2, agree_on_a_long_text, "ab")):
         assert re.match(
-            rf"rank {rank} wants to sum by é+\.\.\. \w+, but rank {1 - rank} wants to sum by é+\.\.\. \w+:", error
+            rf"call 1: rank {rank} wants to sum by é+\.\.\. \w+, but rank {1 - rank} wants to sum by é+\.\.\. \w+:",
+            error,
         )
 
 
@@ -604,8 +607,8 @@ def share_differently(transport: Transport, in_common: int) -> str:
 def test_one_buffer_for_all_and_one_for_each_are_not_the_same() -> None:
     errors = on_all_ranks("sequence numbers", 2, share_differently, 1)
     each, common = "share 5 elements of torch.float32", "share 5 elements of torch.float32 in common"
-    assert errors[0].startswith(f"rank 0 wants to {each}, but rank 1 wants to {common}:")
-    assert errors[1].startswith(f"rank 1 wants to {common}, but rank 0 wants to {each}:")
+    assert errors[0].startswith(f"call 1: rank 0 wants to {each}, but rank 1 wants to {common}:")
+    assert errors[1].startswith(f"call 1: rank 1 wants to {common}, but rank 0 wants to {each}:")
 
 
 def update_then_acknowledge(transport: Transport, slow_rank: int) -> list[list[float]]:
@@ -666,6 +669,12 @@ def test_the_one_agreement_that_differs(kind: str, odd_one: int) -> None:
     texts = [f"step {index}" for index in range(6)]
     results = on_all_ranks(kind, 3, agree_again_and_again, texts, odd_one)
     assert [reached for reached, _ in results] == [odd_one] * 3
-    assert results[0][1].startswith(f"rank 0 wants to step {odd_one}, but rank 1 wants to something else:")
-    assert results[1][1].startswith(f"rank 1 wants to something else, but rank 0 wants to step {odd_one}:")
-    assert results[2][1].startswith(f"rank 2 wants to step {odd_one}, but rank 1 wants to something else:")
+    assert results[0][1].startswith(
+        f"call {odd_one + 1}: rank 0 wants to step {odd_one}, but rank 1 wants to something else:"
+    )
+    assert results[1][1].startswith(
+        f"call {odd_one + 1}: rank 1 wants to something else, but rank 0 wants to step {odd_one}:"
+    )
+    assert results[2][1].startswith(
+        f"call {odd_one + 1}: rank 2 wants to step {odd_one}, but rank 1 wants to something else:"
+    )

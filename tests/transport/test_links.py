@@ -240,7 +240,7 @@ def test_threads_have_links_too(clock: Clock) -> None:
     buffers = [transport._allocate(2, 10, torch.float32) for transport in transports]
     buffers[0][0].fill_(3.0)
     transports[0]._signals.post(READY, 1)
-    transports[1].perform(broadcast_from(0), SharedBuffer(buffers[1], 1))
+    transports[1].perform(broadcast_from(0), SharedBuffer(buffers[1], 1), numbered=False)
     assert clock.now_s == pytest.approx(100 + 40 / 100 + 1)
     assert buffers[1][1].tolist() == [3.0] * 10
 

@@ -113,7 +113,7 @@ class ParamServerBounded(ParamServer):
                 version = self._versions[bucket.index][self._version % self._slots]
                 if self.staleness:
                     version.local.copy_(self.parameters[bucket.index].local)
-                self.transport.perform(PULL, version, f"parameters of bucket {bucket.index}")
+                self._pull_version(bucket, version)
 
     def _catch_up(self, wanted: int) -> None:
         """Pulls version after version: up to the one that is wanted, and on while there are newer ones."""
@@ -122,8 +122,13 @@ class ParamServerBounded(ParamServer):
                 self._version += 1
                 for bucket in self.buckets:
                     version = self._versions[bucket.index][self._version % self._slots]
-                    self.transport.perform(PULL, version, f"parameters of bucket {bucket.index}")
+                    self._pull_version(bucket, version)
                     self._adopt(bucket)
+
+    def _pull_version(self, bucket: Bucket, version: SharedBuffer) -> None:
+        # without a number: how many versions lie between two pushes is not the same on all ranks
+        purpose = f"parameters of bucket {bucket.index}"
+        self.transport.perform(PULL, version, purpose, numbered=False)
 
     def _await_readers(self) -> None:
         """Never waits: the buffers are used in turn, see the module's docstring. Takes the signals of what was read."""

@@ -5,7 +5,8 @@ A transport gives each rank a buffer that its peers can read (`share`), and perf
 the peer's memory. Nothing is packed, staged or sent: the receiver pulls.
 
 The contract, which `tests/transport/test_conformance.py` holds against every transport:
-- All ranks call `share`, `perform` and `agree` in the same order; `agree` and `share` compare what the ranks ask for.
+- All ranks call `share`, `perform` and `agree` in the same order, with the same arguments. Each such call has a number
+  and is compared over the ranks (`calls.py`): a difference raises TransportError at once, naming the call.
 - `perform` returns this rank's result: its buffer where the collective works in place, else a region of its own, which
   stays as it is until this rank performs something on the buffer again, or on what was narrowed from the same.
 - Peers may still be reading the buffer until `settle` returns; nobody may write into it before that. A rank that
@@ -19,7 +20,8 @@ The contract, which `tests/transport/test_conformance.py` holds against every tr
 - Beside schedules, in which every rank knows what comes next, a rank may serve whoever comes first: `arrivals` waits
   for any of several peers, `read` copies or adds a peer's part, `put` writes over it, `tell` and `hear` are the signals
   around that. No rank but the two concerned takes part, and who may write a part when is the callers' affair.
-- Every wait ends at the deadline with an error that names rank, peer, purpose and round.
+- Every wait ends at the deadline with an error that names rank, peer, purpose and round; at once where the peer has
+  returned or raised; and not while the peer is in long work (`StatusReporter.at_work`).
 - A transport of GPUs (`cuda_ipc.py`) only enqueues: "returns when" means that what the stream is given afterwards sees
   it, and `synchronize` waits for it. All others do everything at once.
 - `waited_s[peer]` adds up the seconds that this rank waited for that peer.
@@ -29,12 +31,13 @@ The contract, which `tests/transport/test_conformance.py` holds against every tr
 
 from __future__ import annotations
 
-import hashlib
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import ClassVar
 
 import torch
@@ -42,16 +45,10 @@ from torch import Tensor
 
 from torch_parallel.collectives.schedule import Collective, Send
 from torch_parallel.transport.buffer import Memory, Plan, Pull, SharedBuffer, nothing, unfinished_reads
-from torch_parallel.transport.signals import READ, READY, Signals, WaitTimeout
+from torch_parallel.transport.calls import TEXT_LIMIT, Calls, TransportError, at_most, signature_of
+from torch_parallel.transport.signals import READ, READY, PeerIsOver, Signals, WaitTimeout
 
-TEXT_LIMIT = 200
-"""Bytes (UTF-8) of a text that ranks agree on; what is longer is cut, and a digest of it put in its place."""
-
-
-class TransportError(RuntimeError):
-    """A wait that reached its deadline, or ranks that do not ask for the same thing."""
-
-    secondhand = True  # see mailbox.Failure
+__all__ = ["Transfer", "Transport", "TransportError"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +66,11 @@ class Transfer:
     reduce: bool  # added to the receiver's chunk, not copied over it
 
 
-def _at_most(limit: int, text: str) -> str:
-    """The text, which stays unlike any other, in so many bytes."""
-    encoded = text.encode()
-    if len(encoded) <= limit:
-        return text
-    digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
-    return f"{encoded[: limit - len(digest) - 4].decode(errors='ignore')}... {digest}"
+@cache
+def _schedule_signature(collective: Collective, world_size: int) -> int:
+    """Of what all ranks do: schedules of one name may differ, as broadcasts from two ranks do."""
+    rounds = [list(collective.rounds(rank, world_size)) for rank in range(world_size)]
+    return zlib.crc32(repr((collective.name, rounds)).encode())
 
 
 class Transport(ABC):
@@ -84,7 +79,7 @@ class Transport(ABC):
     enqueues: ClassVar[bool] = False
     """Whether it gives everything to the current stream, and waits for nothing."""
 
-    def __init__(self, rank: int, world_size: int, signals: Signals) -> None:
+    def __init__(self, rank: int, world_size: int, signals: Signals, calls: Calls) -> None:
         self.rank = rank
         self.world_size = world_size
         self.observer: Callable[[Transfer], None] | None = None
@@ -97,6 +92,10 @@ class Transport(ABC):
         self.common_is_near = True
         """Whether that memory is as near as own memory; not where it lies on one rank's GPU."""
         self._signals = signals
+        self._calls = calls
+        self._buffers = 0  # shared so far
+        signals.compare = calls.compare  # type: ignore[method-assign]
+        self._peers = [peer for peer in range(world_size) if peer != rank]
         self._unsettled: list[tuple[int, str]] = []  # who still reads, and what
         self._unacknowledged: list[int] = []  # whose memory this rank has read, and has not said so
         self.received_bytes = [0] * world_size
@@ -111,15 +110,7 @@ class Transport(ABC):
     def _allocate(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """This rank's views of the next `count` buffers, each [numel], zero-filled, and the same for all ranks."""
 
-    @abstractmethod
-    def _describe(self, text: str) -> None:
-        """Writes down, for the peers to read, what this rank asks for."""
-
-    @abstractmethod
-    def _description(self, peer: int) -> str:
-        """What `peer` wrote down last."""
-
-    def share(self, numel: int, dtype: torch.dtype, owner: int | None = None) -> SharedBuffer:
+    def share(self, numel: int, dtype: torch.dtype, owner: int | None = None, *, numbered: bool = True) -> SharedBuffer:
         """A new zero-filled buffer [numel] of every rank, or of rank `owner` alone, while the others' parts are empty.
 
         All ranks call it, with the same arguments. Raises TransportError where they differ. The memory is freed when
@@ -127,57 +118,76 @@ class Transport(ABC):
         """
         holders = range(self.world_size) if owner is None else range(owner, owner + 1)
         what = f"share {numel} elements of {dtype}" + ("" if owner is None else f" of rank {owner}")
-        held = self._allocate_together(len(holders), numel, dtype, what)
+        held = self._allocate_together(len(holders), numel, dtype, what, numbered)
         parts = [held[holders.index(rank)] if rank in holders else held[0][:0] for rank in range(self.world_size)]
-        return SharedBuffer(parts, self.rank)
+        self._buffers += 1
+        return SharedBuffer(parts, self.rank, number=self._buffers)
 
-    def share_common(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def share_common(self, numel: int, dtype: torch.dtype, *, numbered: bool = True) -> Tensor:
         """One new zero-filled buffer [numel] that all ranks have in common: what one writes is there for all.
 
         All ranks call it, with the same arguments. Raises TransportError where they differ.
         """
-        (buffer,) = self._allocate_together(1, numel, dtype, f"share {numel} elements of {dtype} in common")
+        what = f"share {numel} elements of {dtype} in common"
+        (buffer,) = self._allocate_together(1, numel, dtype, what, numbered)
         return buffer
 
-    def _allocate_together(self, count: int, numel: int, dtype: torch.dtype, what: str) -> list[Tensor]:
+    def _allocate_together(self, count: int, numel: int, dtype: torch.dtype, what: str, numbered: bool) -> list[Tensor]:
         """As `_allocate`, once all ranks ask for the same; when it returns the memory is there on all of them."""
         held = self._allocate(count, numel, dtype)
-        self.agree(what)
+        self.agree(what, numbered=numbered)
         return held
 
-    def agree(self, text: str) -> None:
+    def agree(self, text: str, *, numbered: bool = True) -> None:
         """A barrier that also compares what the ranks are about to do.
 
-        Raises TransportError naming the first rank whose text differs from this rank's, and both texts.
+        Without a number of its own it is a part of the call before, and compares nothing. Raises TransportError naming
+        the first call that differs, this rank's text and that of a rank whose text is another one.
         """
         self.settle()
-        text = _at_most(TEXT_LIMIT, text)
-        self._describe(text)
-        peers = [peer for peer in range(self.world_size) if peer != self.rank]
-        for peer in peers:
+        text = at_most(TEXT_LIMIT, text)
+        if numbered:
+            self._calls.enter(signature_of(text), text)
+        for peer in self._peers:
             self._signals.post(READY, peer)
-        for peer in peers:
-            self._wait(READY, peer, text, 0)
-            if self._description(peer) != text:
-                raise TransportError(
-                    f"rank {self.rank} wants to {text}, but rank {peer} wants to {self._description(peer)}: "
-                    "all ranks must call the same operations in the same order"
-                )
+        for peer in self._peers:
+            self._wait(READY, peer, text, 0, in_call=True)
+        if numbered:
+            self._calls.compare(self._peers)
 
     def compare(self, text: str) -> None:
         """As `agree`, before an operation on a buffer that was used before: what is only enqueued is not waited for."""
         self.agree(text)
 
+    def _enter(self, collective: Collective, buffer: SharedBuffer, purpose: str) -> None:
+        """Begins a call that performs something."""
+        call = buffer.calls.get((collective, purpose))
+        if call is None:
+            what = f"perform {collective.name} on {buffer.local.numel()} elements of {buffer.local.dtype}"
+            text = at_most(TEXT_LIMIT, f"{what} in buffer {buffer.number}" + (f" ({purpose})" if purpose else ""))
+            call = signature_of(text) ^ _schedule_signature(collective, self.world_size), text
+            buffer.remember(collective, purpose, call)
+        self._calls.enter(*call)
+
     def perform(
-        self, collective: Collective, buffer: SharedBuffer, purpose: str = "", *, acknowledge: bool = True
+        self,
+        collective: Collective,
+        buffer: SharedBuffer,
+        purpose: str = "",
+        *,
+        acknowledge: bool = True,
+        numbered: bool = True,
     ) -> Tensor:
         """Performs this rank's part of the schedule on the buffer and returns its result, [numel].
 
         The first time, the memory that the collective needs besides the buffer is allocated; for a common result all
-        ranks meet then. With `acknowledge=False` peers settle only when this rank calls `acknowledge`. Raises
-        TransportError, and ValueError for a size that cannot be cut as the collective needs it.
+        ranks meet then. With `acknowledge=False` peers settle only when this rank calls `acknowledge`. Without a number
+        of its own it is compared with nothing: as part of a call that was compared, or where ranks need not perform in
+        the same order. Raises TransportError, and ValueError for a size that cannot be cut as the collective needs it.
         """
-        plan = self._plan(collective, buffer)
+        if numbered:
+            self._enter(collective, buffer, purpose)
+        plan = buffer.plans.get(collective) or self._plan(collective, buffer)
         post, wait, observer = self._signals.post, self._signals.wait, self.observer
         doing = purpose or collective.name
         round_index = 0
@@ -200,7 +210,9 @@ class Transport(ABC):
                         times = (wait_start_s, start_s, end_s)
                         observer(Transfer(source, self.rank, theirs.nbytes, purpose, round_index, *times, reduce))
         except WaitTimeout as timeout:
-            raise TransportError(f"rank {self.rank}, {doing}, round {round_index}: {timeout}") from None
+            raise self._failed(timeout, f"{doing}, round {round_index}", in_call=numbered) from None
+        if numbered:
+            self._calls.compare(plan.heard)
         for source, nbytes in plan.received:
             self.received_bytes[source] += nbytes
         if acknowledge:
@@ -245,7 +257,7 @@ class Transport(ABC):
             try:
                 self.send_over_link(peer, buffer.local.nbytes)
             except WaitTimeout as timeout:
-                raise TransportError(f"rank {self.rank}, a push to rank {peer}: {timeout}") from None
+                raise self._failed(timeout, f"a push to rank {peer}") from None
         self._signals.post(READY, peer)
 
     def told(self, peer: int) -> bool:
@@ -265,7 +277,7 @@ class Transport(ABC):
         try:
             self._signals.wait_any(READY, peers, doing)
         except WaitTimeout as timeout:
-            raise TransportError(f"rank {self.rank}, {doing}: {timeout}") from None
+            raise self._failed(timeout, doing) from None
         came = [peer for peer in peers if self.told(peer)]
         for peer in came:
             self._wait(READY, peer, doing, 0)
@@ -289,7 +301,7 @@ class Transport(ABC):
         try:
             operation(theirs)
         except WaitTimeout as timeout:
-            raise TransportError(f"rank {self.rank}, {purpose}: {timeout}") from None
+            raise self._failed(timeout, purpose) from None
         self.received_bytes[source] += theirs.nbytes
         if self.observer is not None:
             self.synchronize()
@@ -300,14 +312,23 @@ class Transport(ABC):
         for source in sources:
             self._signals.post(READ, source)
 
-    def _wait(self, kind: int, peer: int, doing: str, round_index: int) -> None:
+    def _wait(self, kind: int, peer: int, doing: str, round_index: int, in_call: bool = False) -> None:
         try:
             self._signals.wait(kind, peer, doing, round_index)
         except WaitTimeout as timeout:
-            raise TransportError(f"rank {self.rank}, {doing}: {timeout}") from None
+            raise self._failed(timeout, doing, in_call) from None
+
+    def _failed(self, timeout: WaitTimeout, doing: str, in_call: bool = False) -> TransportError:
+        """The error of a wait, `in_call` where that has a number."""
+        if isinstance(timeout, PeerIsOver):
+            what = f"in call {self._calls.number}, {doing}" if in_call else f"({doing})"
+            error = TransportError(f"{timeout}, and rank {self.rank} waits for it {what}", secondhand=timeout.raised)
+        else:
+            error = TransportError(f"rank {self.rank}, {doing}: {timeout}")
+        return self._calls.told(error)
 
     def _plan(self, collective: Collective, buffer: SharedBuffer) -> Plan:
-        """Bound the first time, which allocates what the collective needs besides the buffer."""
+        """Bound the first time, which allocates what the collective needs besides the buffer: a part of that call."""
         if collective not in buffer.plans:
             buffer.plans[collective] = self._bind(collective, buffer)
         return buffer.plans[collective]
@@ -315,7 +336,8 @@ class Transport(ABC):
     def _bind(self, collective: Collective, buffer: SharedBuffer) -> Plan:
         if collective.common_result and not self.one_memory:
             raise ValueError(f"{collective.name} needs memory in common, and links lie between the ranks")
-        memory = Memory(collective, buffer, self.world_size, self.share_common)
+        share_common = partial(self.share_common, numbered=False)
+        memory = Memory(collective, buffer, self.world_size, share_common)
         rounds: list[tuple[list[int], list[Pull]]] = []
         received: Counter[int] = Counter()
         for actions in collective.rounds(self.rank, self.world_size):
@@ -331,6 +353,7 @@ class Transport(ABC):
             acknowledge=[source for reader, source in unfinished if reader == self.rank],
             readers=[reader for reader, source in unfinished if source == self.rank],
             received=list(received.items()),
+            heard=[] if self.enqueues else list(received),
             regions=memory.regions,
             result=memory.result,
         )

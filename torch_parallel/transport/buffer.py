@@ -20,6 +20,8 @@ from torch_parallel.collectives.schedule import Collective, Local, Receive, Roun
 # One receive, ready to perform: the source, what is done with the peer's chunk, that chunk, and whether it is added.
 Pull = tuple[int, Callable[[Tensor], Any], Tensor, bool]
 
+REMEMBERED_CALLS = 64
+
 
 @dataclass
 class Plan:
@@ -29,6 +31,7 @@ class Plan:
     acknowledge: list[int]  # whom to tell that I have read the last of theirs
     readers: list[int]  # who will tell me so
     received: list[tuple[int, int]]  # bytes read from each peer, once per performance
+    heard: list[int]  # whose signals have come when it is performed
     regions: list[Tensor]  # of this rank, each [numel]; the first is its buffer
     result: Tensor  # one of them
     table: Any = None  # the same for the GPU's kernel, where that performs it
@@ -48,14 +51,24 @@ class SharedBuffer:
     scratch: list[Tensor] = field(default_factory=list)
     common: Tensor | None = None
     plans: dict[Collective, Plan] = field(default_factory=dict)
+    number: int = 0
+    """Counted over the buffers of a transport, the same on all ranks."""
+    calls: dict[tuple[Collective, str], tuple[int, str]] = field(default_factory=dict)
+    """To perform a collective on it for a purpose: that call's signature and text (see `calls.py`)."""
 
     @property
     def local(self) -> Tensor:
         return self.parts[self.rank]
 
+    def remember(self, collective: Collective, purpose: str, call: tuple[int, str]) -> None:
+        """The signature and text of a call; not of any number of purposes."""
+        if len(self.calls) >= REMEMBERED_CALLS:
+            self.calls.clear()
+        self.calls[collective, purpose] = call
+
     def narrow(self, numel: int) -> SharedBuffer:
         """The first `numel` elements of every rank's buffer."""
-        return SharedBuffer([part[:numel] for part in self.parts], self.rank, self.whole or self)
+        return SharedBuffer([part[:numel] for part in self.parts], self.rank, self.whole or self, number=self.number)
 
     def scratch_regions(self, count: int) -> list[Tensor]:
         """`count` regions of this rank's own memory, each [numel]. They hold anything."""

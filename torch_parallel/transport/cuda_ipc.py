@@ -65,7 +65,7 @@ def connect_gpus(host: Transport, device: torch.device, deadline_s: float, perfo
     wait. Raises TransportError where `performer` is triton and there is none, or the first signals do not arrive.
     """
     board = Noticeboard(host)
-    flags = host.share(flag_words(host.world_size), torch.int32).parts
+    flags = host.share(flag_words(host.world_size), torch.int32, numbered=False).parts
     indices = board.exchange(device.index)
     signals, obstacle = _stream_signals(host.rank, flags, device, deadline_s, indices)
     arena = CudaArena(board, host.rank, device)
@@ -167,15 +167,15 @@ class Noticeboard:
 
     def __init__(self, host: Transport) -> None:
         self._host = host
-        self._buffer = host.share(NOTICE_BYTES, torch.uint8)
+        self._buffer = host.share(NOTICE_BYTES, torch.uint8, numbered=False)
 
     def exchange(self, thing: Any) -> list[Any]:
         """Everybody's picklable `thing`, by rank. All ranks call it."""
         data = pickle.dumps(thing)
         self._buffer.local[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._host.agree("read notices")
+        self._host.agree("read notices", numbered=False)
         everyones = [pickle.loads(part.numpy().tobytes()) for part in self._buffer.parts]
-        self._host.agree("have read notices")
+        self._host.agree("have read notices", numbered=False)
         return everyones
 
     def first(self, obstacle: str) -> str:
@@ -277,7 +277,7 @@ class CudaIpcTransport(Transport):
         deadline_s: float,
         performer: str = "auto",
     ) -> None:
-        super().__init__(host.rank, host.world_size, signals)
+        super().__init__(host.rank, host.world_size, signals, host._calls)  # all calls of a rank have one order
         self._stream_signals = signals
         self.common_is_near = host.world_size == 1
         self.device = device
@@ -305,12 +305,21 @@ class CudaIpcTransport(Transport):
         self.synchronize()
 
     def perform(
-        self, collective: Collective, buffer: SharedBuffer, purpose: str = "", *, acknowledge: bool = True
+        self,
+        collective: Collective,
+        buffer: SharedBuffer,
+        purpose: str = "",
+        *,
+        acknowledge: bool = True,
+        numbered: bool = True,
     ) -> Tensor:
         self._raise_failure()
         if self.triton is None or not acknowledge or not self._takes_the_kernel(self.triton, collective, buffer):
             self._stream_signals.begin()
-            return super().perform(collective, buffer, purpose, acknowledge=acknowledge)
+            return super().perform(collective, buffer, purpose, acknowledge=acknowledge, numbered=numbered)
+        if numbered:
+            self._enter(collective, buffer, purpose)
+            self._calls.compare()
         plan = self._plan(collective, buffer)
         self.triton.perform(collective, buffer, plan, purpose or collective.name)
         for source, nbytes in plan.received:
@@ -335,6 +344,7 @@ class CudaIpcTransport(Transport):
         """Returns when the current stream has done all that it was given. Raises TransportError."""
         torch.cuda.current_stream(self.device).synchronize()
         self._raise_failure()
+        self._calls.compare()
 
     def leave(self) -> None:
         """This GPU's memory goes with the process: not before peers have read the last of it. Raises TransportError for
@@ -343,10 +353,10 @@ class CudaIpcTransport(Transport):
             self.settle()
             self.synchronize()
 
-    def agree(self, text: str) -> None:
+    def agree(self, text: str, *, numbered: bool = True) -> None:
         self.settle()
         self.synchronize()
-        self._host.agree(text)
+        self._host.agree(text, numbered=numbered)
 
     def compare(self, text: str) -> None:
         self.settle()
@@ -363,17 +373,11 @@ class CudaIpcTransport(Transport):
         if failure is not None:
             self._watchdog.failure = failure  # the first one stays
             self._told = True
-            raise TransportError(f"rank {self.rank}, {failure}")
+            raise self._calls.told(TransportError(f"rank {self.rank}, {failure}"))
 
-    def _allocate_together(self, count: int, numel: int, dtype: torch.dtype, what: str) -> list[Tensor]:
-        self.agree(what)  # before memory is exchanged, not only after
-        return super()._allocate_together(count, numel, dtype, what)
+    def _allocate_together(self, count: int, numel: int, dtype: torch.dtype, what: str, numbered: bool) -> list[Tensor]:
+        self.agree(what, numbered=numbered)  # before memory is exchanged, not only after
+        return super()._allocate_together(count, numel, dtype, what, numbered=False)
 
     def _allocate(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         return self._arena.allocate(count, numel, dtype)
-
-    def _describe(self, text: str) -> None:
-        self._host._describe(text)
-
-    def _description(self, peer: int) -> str:
-        return self._host._description(peer)

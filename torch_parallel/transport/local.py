@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from torch_parallel.status import StatusBoard, StatusReporter
 from torch_parallel.topology import Topology
 from torch_parallel.transport.base import Transport
+from torch_parallel.transport.calls import CallBoard, Calls
 from torch_parallel.transport.links import EmulatedLinks
-from torch_parallel.transport.signals import Signals, WaitTimeout, silence
+from torch_parallel.transport.signals import SLICE_S, Patience, Signals
 
 
 class LocalGroup:
@@ -23,7 +26,8 @@ class LocalGroup:
         self.changed = threading.Condition()
         self.counts: dict[tuple[int, int, int], int] = {}
         self.buffers: list[list[Tensor]] = []
-        self.texts: dict[tuple[int, int], str] = {}
+        self.calls = CallBoard(memoryview(bytearray(CallBoard.bytes_needed(world_size))), world_size)
+        self.board = StatusBoard(memoryview(bytearray(StatusBoard.bytes_needed(world_size))), world_size)
         self.links = links
         self.link_clocks = memoryview(bytearray(EmulatedLinks.bytes_needed(links)))
         self.link_lock = threading.Lock()
@@ -35,9 +39,10 @@ class LocalGroup:
 class LocalSignals(Signals):
     """Counters under one lock, keyed by (kind, source, to)."""
 
-    def __init__(self, group: LocalGroup, rank: int) -> None:
+    def __init__(self, group: LocalGroup, rank: int, status: StatusReporter) -> None:
         self._group = group
         self._rank = rank
+        self._status = status
         self.waited_s = [0.0] * group.world_size
 
     def post(self, kind: int, peer: int) -> None:
@@ -55,20 +60,32 @@ class LocalSignals(Signals):
         return self._group.counts.get((kind, peer, self._rank), 0) > 0
 
     def wait_any(self, kind: int, peers: list[int], doing: str) -> None:
-        start_s, deadline_s = time.perf_counter(), self._group.deadline_s
+        start_s = time.perf_counter()
+
+        def come() -> bool:
+            return any(self.posted(kind, peer) for peer in peers)
+
         with self._group.changed:
-            if not self._group.changed.wait_for(lambda: any(self.posted(kind, peer) for peer in peers), deadline_s):
-                raise WaitTimeout(silence(peers, deadline_s))
+            if not come():
+                self._wait_for(come, peers, doing)
             first = next(peer for peer in peers if self.posted(kind, peer))
         self.waited_s[first] += time.perf_counter() - start_s
+
+    def _wait_for(self, come: Callable[[], bool], peers: list[int], doing: str) -> None:
+        patience = Patience(self._status, peers, self._group.deadline_s, come, self.compare)
+        self._status.waiting(peers[0], doing)
+        while not self._group.changed.wait_for(come, min(SLICE_S, self._group.deadline_s / 4)):
+            patience.check()
+        self._status.done_waiting()
 
 
 class LocalTransport(Transport):
     def __init__(self, group: LocalGroup, rank: int) -> None:
-        super().__init__(rank, group.world_size, LocalSignals(group, rank))
+        self.status = group.board.reporter(rank)
+        signals = LocalSignals(group, rank, self.status)
+        super().__init__(rank, group.world_size, signals, Calls(group.calls, rank))
         self._group = group
         self._shares = 0
-        self._agreements = 0
         if group.links is not None:
             links = EmulatedLinks(group.links, rank, group.link_clocks, group.link_lock, group.deadline_s)
             self.over_link, self.send_over_link = links.slowed, links.send
@@ -80,10 +97,3 @@ class LocalTransport(Transport):
                 self._group.buffers.append([torch.zeros(numel, dtype=dtype) for _ in range(count)])
         self._shares += 1
         return self._group.buffers[self._shares - 1]
-
-    def _describe(self, text: str) -> None:
-        self._agreements += 1
-        self._group.texts[self.rank, self._agreements] = text
-
-    def _description(self, peer: int) -> str:
-        return self._group.texts[peer, self._agreements]

@@ -10,19 +10,18 @@ from torch import Tensor
 from torch_parallel.status import StatusBoard
 from torch_parallel.topology import Topology
 from torch_parallel.transport.arena import Arena, page_aligned
-from torch_parallel.transport.base import TEXT_LIMIT, Transport
+from torch_parallel.transport.base import Transport
+from torch_parallel.transport.calls import CallBoard, Calls
 from torch_parallel.transport.links import EmulatedLinks, FileLock
 from torch_parallel.transport.signals import Inboxes, PipeSignals, SequenceNumbers, Signals, stores_are_ordered
-
-_TEXT_BYTES = TEXT_LIMIT + 56
 
 
 @dataclass
 class Wiring:
     """What the launcher lays out before the workers start and every process of the run inherits.
 
-    The arena begins with four tables: the counters of `SequenceNumbers`, the status board, what each rank last agreed
-    to do, and the clocks of emulated links. `inboxes` is None where sequence numbers serve, `links` where links are not
+    The arena begins with four tables: the counters of `SequenceNumbers`, the status board, the calls that each rank has
+    made, and the clocks of emulated links. `inboxes` is None where sequence numbers serve, `links` where links are not
     emulated.
     """
 
@@ -47,6 +46,9 @@ class Wiring:
     def status_board(self) -> StatusBoard:
         return StatusBoard(self.table(1), self.world_size)
 
+    def call_board(self) -> CallBoard:
+        return CallBoard(self.table(2), self.world_size)
+
     def close(self) -> None:
         self.arena.close()
         if self.inboxes is not None:
@@ -57,7 +59,7 @@ def _table_bytes(world_size: int, links: Topology | None) -> tuple[int, ...]:
     return (
         SequenceNumbers.bytes_needed(world_size),
         StatusBoard.bytes_needed(world_size),
-        2 * world_size * _TEXT_BYTES,
+        CallBoard.bytes_needed(world_size),
         EmulatedLinks.bytes_needed(links),
     )
 
@@ -72,10 +74,8 @@ class SharedMemoryTransport(Transport):
             signals = SequenceNumbers(wiring.table(0), rank, wiring.world_size, self.status, deadline_s)
         else:
             signals = PipeSignals(wiring.inboxes, rank, wiring.world_size, self.status, deadline_s)
-        super().__init__(rank, wiring.world_size, signals)
+        super().__init__(rank, wiring.world_size, signals, Calls(wiring.call_board(), rank))
         self._arena = wiring.arena
-        self._texts = wiring.table(2)
-        self._agreements = 0
         if wiring.links is not None:
             lock = FileLock(wiring.arena.fd, deadline_s)
             links = EmulatedLinks(wiring.links, rank, wiring.table(3), lock, deadline_s)
@@ -90,17 +90,3 @@ class SharedMemoryTransport(Transport):
             self._arena.take(offset, stride * count)
         together = self._arena.tensor(offset, (count, stride // dtype.itemsize), dtype)
         return [together[index, :numel] for index in range(count)]
-
-    def _describe(self, text: str) -> None:
-        # Two slots in turn: a peer that is still comparing the last texts cannot be more than one agreement behind.
-        self._agreements += 1
-        start = self._slot(self.rank)
-        encoded = text.encode()[: _TEXT_BYTES - 1]
-        self._texts[start : start + len(encoded) + 1] = encoded + b"\0"
-
-    def _description(self, peer: int) -> str:
-        start = self._slot(peer)
-        return bytes(self._texts[start : start + _TEXT_BYTES]).split(b"\0", 1)[0].decode(errors="replace")
-
-    def _slot(self, rank: int) -> int:
-        return (2 * rank + self._agreements % 2) * _TEXT_BYTES

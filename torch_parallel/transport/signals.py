@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from multiprocessing.reduction import DupFd
 
-from torch_parallel.status import StatusReporter
+from torch_parallel.status import RAISED, RUNNING, StatusReporter
 
 READY, READ = 0, 1
 """The two kinds of signal: "my chunk is ready for you" and "I have read the last of yours"."""
@@ -32,6 +32,10 @@ SPINS = 100
 YIELDS_S = 0.05
 """Seconds of yielding before a waiter takes naps; a nap of 1 ms then adds at most 2 % to the wait."""
 NAP_S = 0.001
+LOOK_S = 0.002
+"""How often a waiter looks whether there is still somebody to wait for."""
+SLICE_S = 0.02
+"""So long does a waiter that sleeps in the kernel sleep at most, to look around then."""
 
 LONGEST_DEADLINE_S = 2e6
 """Its milliseconds fit into 32 bits, which is what `poll`, and the kernel on GPUs, wait by."""
@@ -47,16 +51,71 @@ class WaitTimeout(Exception):
     """Raised by `Signals.wait`; the transport adds what the wait was for and raises a `TransportError`."""
 
 
+class PeerIsOver(WaitTimeout):
+    """Raised by `Signals.wait` before the deadline: the peer has returned or raised, and will signal nothing more."""
+
+    def __init__(self, peers: list[int], raised: bool) -> None:
+        has = "has" if len(peers) == 1 else "have all"
+        super().__init__(f"{_named(peers)} {has} {'raised an error' if raised else 'returned'}")
+        self.raised = raised
+
+
 def silence(peers: list[int], waited_s: float) -> str:
     """What is said when none of the peers has come."""
-    whom = f"rank {peers[0]}" if len(peers) == 1 else f"any of ranks {', '.join(map(str, peers))}"
+    whom = _named(peers) if len(peers) == 1 else f"any of {_named(peers)}"
     return f"no signal from {whom} for {waited_s:.1f} s"
+
+
+def _named(peers: list[int]) -> str:
+    return f"rank {peers[0]}" if len(peers) == 1 else f"ranks {', '.join(map(str, peers))}"
+
+
+class Patience:
+    """Of one wait for any of the peers: whether it goes on. `come` says whether one of them has signalled.
+
+    It ends at the deadline, which counts from the last sign that a peer, or whoever it waits for, is in long work.
+    """
+
+    def __init__(
+        self,
+        status: StatusReporter,
+        peers: list[int],
+        deadline_s: float,
+        come: Callable[[], bool],
+        compare: Callable[[], None],
+    ) -> None:
+        self._status = status
+        self._peers = peers
+        self._deadline_s = deadline_s
+        self._come = come
+        self._compare = compare
+        self._since_s = self._next_look_s = time.monotonic()
+
+    def check(self) -> None:
+        """Called again and again during the wait. Raises WaitTimeout, and what `compare` raises."""
+        now_s = time.monotonic()
+        if now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + LOOK_S
+        self._compare()
+        board = self._status.board
+        ends = [board.over(peer) for peer in self._peers]
+        if RUNNING not in ends and not self._come():  # they may have signalled before their end
+            raise PeerIsOver(self._peers, RAISED in ends)
+        if now_s - self._since_s > self._deadline_s:
+            self._since_s = max(self._since_s, *map(board.last_work_s, self._peers))
+            if now_s - self._since_s > self._deadline_s:
+                raise WaitTimeout(silence(self._peers, now_s - self._since_s))
+            self._status.beat()  # nor is this rank to be taken for stopped
 
 
 class Signals(ABC):
     """Counts of signals between every ordered pair of ranks. They only ever grow, so no signal can be taken twice."""
 
     waited_s: list[float]
+
+    def compare(self) -> None:  # noqa: B027  # nothing where no transport is around
+        """Called now and then during a wait; the transport puts a comparison of calls here, which may raise."""
 
     @abstractmethod
     def post(self, kind: int, peer: int) -> None:
@@ -134,16 +193,15 @@ class SequenceNumbers(Signals):
         self.waited_s[first] += time.perf_counter() - start_s
 
     def _nap_until(self, come: Callable[[], bool], peers: list[int], doing: str) -> None:
-        start_s = time.perf_counter()
+        naps_from_s = time.perf_counter() + YIELDS_S
+        patience = Patience(self._status, peers, self._deadline_s, come, self.compare)
         self._status.waiting(peers[0], doing)
         while not come():
-            waited_s = time.perf_counter() - start_s
-            if waited_s < YIELDS_S:
+            if time.perf_counter() < naps_from_s:
                 os.sched_yield()
-            elif waited_s < self._deadline_s:
-                time.sleep(NAP_S)
             else:
-                raise WaitTimeout(silence(peers, waited_s))
+                time.sleep(NAP_S)
+            patience.check()
         self._status.done_waiting()
 
 
@@ -180,11 +238,16 @@ class PipeSignals(Signals):
 
     def _wait_for(self, arrived: list[int], peers: list[int], doing: str) -> None:
         start_s = time.perf_counter()
+
+        def come() -> bool:
+            self._take(0)
+            return any(arrived[peer] for peer in peers)
+
+        patience = Patience(self._status, peers, self._deadline_s, come, self.compare)
         self._status.waiting(peers[0], doing)
         while not any(arrived[peer] for peer in peers):
-            left_s = start_s + self._deadline_s - time.perf_counter()
-            if left_s <= 0 or not self._take(left_s):
-                raise WaitTimeout(silence(peers, time.perf_counter() - start_s))
+            self._take(min(SLICE_S, self._deadline_s / 4))
+            patience.check()
         self._status.done_waiting()
         first = next(peer for peer in peers if arrived[peer])
         self.waited_s[first] += time.perf_counter() - start_s
