@@ -8,6 +8,7 @@ fused, and BatchNorm's statistics are each rank's own until they are evaluated.
 """
 
 import dataclasses
+import datetime
 import inspect
 import json
 import multiprocessing.connection
@@ -38,6 +39,7 @@ from torch_parallel.training.evaluate import (
     not_finite,
     seconds_between,
 )
+from torch_parallel.training.network import check_network
 from torch_parallel.workloads import DataError, Dataset, build_model, load_dataset
 
 NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -74,7 +76,9 @@ def train_rank(
     if on_gpu:
         torch.cuda.set_device(device)
     torch.set_num_threads(threads)
-    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size)
+    deadline = datetime.timedelta(seconds=config.deadline_s)
+    backend = "nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=deadline)
     dtype = getattr(torch, config.dtype)
     torch.manual_seed(config.seed)
     bare = build_model(config.model, dataset.image_shape, dataset.class_count).to(device, dtype)
@@ -243,6 +247,8 @@ def main() -> None:
     n = config.n_gpus or max(gpus, 2)
     if device == "cuda" and n > gpus:
         raise ConfigError(f"--n_gpus {n}: this machine has {gpus} GPUs; ask for fewer, or take --device cpu")
+    instead = "take python train.py, whose strategies from scratch need no network"
+    check_network("DistributedDataParallel", instead, device)
     dataset, line = load_dataset(config.dataset, config.data_dir, config.train_size, config.seed, config.test_size)
     sizes = {"train_size": len(dataset.train_targets), "test_size": len(dataset.test_targets)}
     config = dataclasses.replace(config.on_dataset(dataset.name), n_gpus=n, device=device, **sizes)

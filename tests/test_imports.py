@@ -67,7 +67,7 @@ MAY_IMPORT = {
 }
 # The controls must not share the code that they are compared with.
 CONTROLS = ("param_server_builtin.py", "ring_all_reduce_builtin.py")
-CONTROLS_MAY_IMPORT = ("workloads", "results", "training.config", "training.evaluate")
+CONTROLS_MAY_IMPORT = ("workloads", "results", "training.config", "training.evaluate", "training.network")
 
 
 def imported(source: str) -> set[str]:

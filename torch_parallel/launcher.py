@@ -268,14 +268,11 @@ class _Run:
             raise self._failure(process, reason) from error
 
     def _check(self, waiting: list[WorkerProcess]) -> None:
-        ended = [process for process in waiting if process.gone()]
-        if ended:
-            self._listen(ended)  # what it sent last may have come between the two looks
-        for process in ended:  # first: that the others wait for it in vain comes of that
-            if not process.finished and process.error is None:
-                raise self._failure(process, f"rank {process.rank} {process.how_it_ended()}")
+        self._check_alive(waiting)  # first: that the others wait for it in vain comes of that
         if any(process.error is not None for process in waiting):
             self._gather_last_words()
+            if self._cause()[1].secondhand:  # a peer sees that a connection has closed before a process has ended
+                self._check_alive(waiting)
             stopped = [f"rank {process.rank} is stopped; " for process in waiting if process.is_stopped()]
             failed, error = self._cause()
             raise self._failure(failed, f"{''.join(stopped)}rank {failed.rank} failed: {error.headline}")
@@ -286,6 +283,14 @@ class _Run:
             silent_s = self.board.read(process.rank).silent_s
             if not process.finished and silent_s > self.deadline_s + GRACE_S:
                 raise self._failure(process, f"rank {process.rank} gave no sign of life for {silent_s:.0f} s")
+
+    def _check_alive(self, waiting: list[WorkerProcess]) -> None:
+        ended = [process for process in waiting if process.gone()]
+        if ended:
+            self._listen(ended)  # what it sent last may have come between the two looks
+        for process in ended:
+            if not process.finished and process.error is None:
+                raise self._failure(process, f"rank {process.rank} {process.how_it_ended()}")
 
     def _check_calls(self, older_than_s: float) -> None:
         """Raises WorkerFailure where a rank has returned, and others made calls in which it has no part.

@@ -26,6 +26,7 @@ from torch_parallel.status import COMPUTING, RAISED, RETURNED, RETURNING, Status
 from torch_parallel.surroundings import Surroundings
 from torch_parallel.transport.base import Transport
 from torch_parallel.transport.cuda_ipc import THROUGH_HOST, connect_gpus, without_kernel
+from torch_parallel.transport.process_groups import in_plain_words, tells_of_a_peer
 from torch_parallel.transport.shared_memory import SharedMemoryTransport, Wiring
 
 
@@ -72,7 +73,7 @@ def main(assignment: Assignment) -> None:
         status.is_over(RETURNED)
         exit_code = 0
     except BaseException as error:  # sys.exit() too: whatever its code, the worker has not returned a result
-        secondhand = getattr(error, "secondhand", False)
+        secondhand = getattr(error, "secondhand", False) or _is_of_a_group(error)
         trace = "" if getattr(error, "headline_suffices", False) else traceback.format_exc()
         assignment.outbox.send("error", Failure(_headline(error), trace, secondhand))
         if status is not None:
@@ -88,9 +89,15 @@ def main(assignment: Assignment) -> None:
         os._exit(exit_code)  # at once: whatever threads the worker function left do not hold the run up
 
 
+def _is_of_a_group(error: BaseException) -> bool:
+    with contextlib.suppress(Exception):  # str() of it may fail
+        return tells_of_a_peer(error)
+    return False
+
+
 def _headline(error: BaseException) -> str:
     try:
-        return f"{type(error).__name__}: {error}"
+        return in_plain_words(error) if tells_of_a_peer(error) else f"{type(error).__name__}: {error}"
     except Exception:
         return f"{type(error).__name__}, of which str() fails"
 

@@ -49,6 +49,8 @@ class Strategy(ABC):
     """Whether all ranks read the sums of the gradients in one memory, which nobody may write."""
     through_host: ClassVar[bool] = False
     """Whether it exchanges through the host's memory even where GPUs reach each other's: to look at who has come."""
+    needs_network: ClassVar[bool] = False
+    """Whether its processes connect to each other through a network, the loopback at least."""
     every_rank_computes: ClassVar[bool] = False
     """Whether a rank without samples takes part in forward and backward too, with an empty batch."""
     knows_next_share: ClassVar[bool] = True
@@ -174,6 +176,10 @@ class Strategy(ABC):
     def synchronising(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of one micro-batch; `last` says whether it is the last one of its step."""
         return nullcontext()
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """Around forward and backward where they may compile the model, which may take longer than the deadline."""
+        return self.communicator.long_work("compiling the model")
 
     @abstractmethod
     def step(self) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from torch_parallel.communicator import Communicator
 from torch_parallel.gradients.finite import NamedCheck, NotFinite, first_not_finite
 from torch_parallel.gradients.layout import NamedParameters
 from torch_parallel.strategies.base import OptimizerFactory, Strategy
+from torch_parallel.transport.process_groups import LONGEST_WORK, deadline_of, set_deadline
 
 SAMPLED_EVERY = 10
 """DistributedDataParallel times its own exchange in one of so many steps; torch's default is 100."""
@@ -89,6 +91,7 @@ class DistributedDataParallelStrategy(Builtin):
     """
 
     options = ("accumulate",)
+    needs_network = True
     every_rank_computes = True  # each of them waits for all others during backward
 
     @property
@@ -99,9 +102,11 @@ class DistributedDataParallelStrategy(Builtin):
         super().__init__(*arguments, **options)
         communicator = self.communicator
         on_gpu = communicator.device.type == "cuda"
+        deadline = deadline_of(communicator.deadline_s)
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            store=_meet(communicator),
+            store=_meet(communicator, deadline),
+            timeout=deadline,
             rank=communicator.rank,
             world_size=communicator.world_size,
         )
@@ -119,6 +124,16 @@ class DistributedDataParallelStrategy(Builtin):
 
     def synchronising(self, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if last else cast(AbstractContextManager[None], self.ddp.no_sync())
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Meanwhile a stopped process is found by the launcher alone: the group cannot tell it from one at work."""
+        set_deadline(LONGEST_WORK)
+        try:
+            with super().compiling():
+                yield
+        finally:
+            set_deadline(deadline_of(self.communicator.deadline_s))
 
     def _forward(self, *inputs: Any) -> Any:
         try:
@@ -157,15 +172,15 @@ def exposed_exchange_s(ddp: DistributedDataParallel) -> float:
     return float(timed["backward_comm_time"] - timed["backward_compute_comm_overlap_time"]) / 1e9
 
 
-def _meet(communicator: Communicator) -> TCPStore:
+def _meet(communicator: Communicator, deadline: timedelta) -> TCPStore:
     """Rank 0 opens a free port of the loopback and tells the others."""
     port = torch.zeros((), dtype=torch.int64)
     store = None
     if communicator.rank == 0:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=deadline)
         port.fill_(store.port)
     port = communicator.broadcast(port)
-    return store or TCPStore("127.0.0.1", int(port), is_master=False)
+    return store or TCPStore("127.0.0.1", int(port), is_master=False, timeout=deadline)
 
 
 class DataParallelStrategy(Builtin):

@@ -25,6 +25,7 @@ from torch_parallel.training.compiling import check_compiler
 from torch_parallel.training.config import ConfigError, RunConfig
 from torch_parallel.training.display import Display
 from torch_parallel.training.loop import TENSORS, make_job, train_worker
+from torch_parallel.training.network import check_network
 from torch_parallel.training.optimizers import DEFAULT_LR
 from torch_parallel.workloads import DataError, Dataset, build_model, load_dataset
 
@@ -72,6 +73,9 @@ def train(
         raise ConfigError(f"--performer {config.performer}: this run uses no GPU; take --performer auto")
     if config.performer == "triton" and importlib.util.find_spec("triton") is None:
         raise ConfigError("--performer triton: triton is not installed; take --performer auto")
+    if STRATEGIES[config.strategy].needs_network and config.process_count > 1:
+        instead = "take another --strategy: those from scratch need no network"
+        check_network(f"--strategy {config.strategy}", instead, device)
     if config.compile:
         check_compiler(device)
     if dataset is None:
