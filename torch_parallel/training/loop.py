@@ -92,6 +92,7 @@ class Trainer:
         self.samples_done = 0  # of the present epoch, by all workers
         self.samples_seen = 0  # of the present epoch, by this rank; what a resumed epoch had seen, by the first worker
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=communicator.device)  # of the present epoch
+        self.compiled_for: set[int] = set()  # batches of these sizes
         self.history: list[Epoch] = []
         self.tracer: Tracer | None = None
         _seed(config.seed)
@@ -191,7 +192,8 @@ class Trainer:
         self.strategy.begin_step()
         divided_by = divisor(config.aggregate, len(indices), share.count, self.communicator.worker_count)
         before = (self.loss_sum.clone(), self.samples_seen) if config.not_finite == "skip" else None
-        with self._span("compute", f"step {step} of epoch {epoch}"):
+        compiling = self._compiling(len(indices))
+        with self._span("compute", f"step {step} of epoch {epoch}"), compiling:
             start_s = time.perf_counter()
             for number, (inputs, targets) in enumerate(self.feeder.feed(indices, config.accumulate), start=1):
                 # a rank without samples exchanges all the same
@@ -311,7 +313,7 @@ class Trainer:
         buffers = BufferValues(self.model)
         targets = self.data["test_targets"]
         part = shard(len(targets), self.communicator.worker_index, self.communicator.worker_count)
-        with self._precision():
+        with self._precision(), self.communicator.long_work("testing"):
             loss_sum, correct, _ = count_correct(
                 self.model,
                 self.data["test_inputs"][part],
@@ -352,8 +354,10 @@ class Trainer:
                 "ranks": ranks,
                 "config": asdict(self.config),
             }
-            path = checkpoint.save(content, Path(self.job.checkpoint_folder), self.steps_done)
+            with self.communicator.long_work("writing it"):
+                path = checkpoint.save(content, Path(self.job.checkpoint_folder), self.steps_done)
             self.communicator.report(Saved(self.steps_done, str(path)))
+        self.communicator.barrier()  # here ranks wait as long as it takes, elsewhere not under every strategy
         self.saved_step = self.steps_done
 
     def _restore(self, saved: dict[str, Any]) -> None:
@@ -377,6 +381,13 @@ class Trainer:
     def _precision(self) -> AbstractContextManager[None]:
         bf16 = self.config.precision == "bf16"
         return torch.autocast(self.communicator.device.type, torch.bfloat16) if bf16 else nullcontext()
+
+    def _compiling(self, batch: int) -> AbstractContextManager[None]:
+        """Around a step that may compile the model, for it is the first with a batch of this size; so on all ranks."""
+        if not self.config.compile or batch in self.compiled_for:
+            return nullcontext()
+        self.compiled_for.add(batch)
+        return self.strategy.compiling()
 
     def _span(self, lane: str, name: str) -> AbstractContextManager[None]:
         return self.tracer.span(lane, name) if self.tracer else nullcontext()
