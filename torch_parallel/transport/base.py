@@ -32,45 +32,21 @@ The contract, which `tests/transport/test_conformance.py` holds against every tr
 from __future__ import annotations
 
 import time
-import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from torch_parallel.collectives.schedule import Collective, Send
-from torch_parallel.transport.buffer import Memory, Plan, Pull, SharedBuffer, nothing, unfinished_reads
-from torch_parallel.transport.calls import TEXT_LIMIT, Calls, TransportError, at_most, signature_of
+from torch_parallel.transport.buffer import Memory, Plan, Pull, SharedBuffer, Transfer, nothing, unfinished_reads
+from torch_parallel.transport.calls import TEXT_LIMIT, Calls, TransportError, at_most, schedule_signature, signature_of
 from torch_parallel.transport.signals import READ, READY, PeerIsOver, Signals, WaitTimeout
 
 __all__ = ["Transfer", "Transport", "TransportError"]
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One message, seen by its receiver. Times are of `time.perf_counter`."""
-
-    source: int
-    to: int
-    bytes: int
-    purpose: str
-    round: int
-    wait_start_s: float
-    start_s: float
-    end_s: float
-    reduce: bool  # added to the receiver's chunk, not copied over it
-
-
-@cache
-def _schedule_signature(collective: Collective, world_size: int) -> int:
-    """Of what all ranks do: schedules of one name may differ, as broadcasts from two ranks do."""
-    rounds = [list(collective.rounds(rank, world_size)) for rank in range(world_size)]
-    return zlib.crc32(repr((collective.name, rounds)).encode())
 
 
 class Transport(ABC):
@@ -147,7 +123,9 @@ class Transport(ABC):
         self.settle()
         text = at_most(TEXT_LIMIT, text)
         if numbered:
-            self._calls.enter(signature_of(text), text)
+            signature = signature_of(text)
+            self._calls.say(signature, text)
+            self._calls.enter(signature)
         for peer in self._peers:
             self._signals.post(READY, peer)
         for peer in self._peers:
@@ -159,15 +137,17 @@ class Transport(ABC):
         """As `agree`, before an operation on a buffer that was used before: what is only enqueued is not waited for."""
         self.agree(text)
 
-    def _enter(self, collective: Collective, buffer: SharedBuffer, purpose: str) -> None:
-        """Begins a call that performs something."""
-        call = buffer.calls.get((collective, purpose))
-        if call is None:
-            what = f"perform {collective.name} on {buffer.local.numel()} elements of {buffer.local.dtype}"
-            text = at_most(TEXT_LIMIT, f"{what} in buffer {buffer.number}" + (f" ({purpose})" if purpose else ""))
-            call = signature_of(text) ^ _schedule_signature(collective, self.world_size), text
-            buffer.remember(collective, purpose, call)
-        self._calls.enter(*call)
+    def _begin(self, collective: Collective, buffer: SharedBuffer, purpose: str, numbered: bool) -> Plan:
+        """The first call that performs something for this purpose begins, and then its memory is made."""
+        what = f"perform {collective.name} on {buffer.local.numel()} elements of {buffer.local.dtype}"
+        text = at_most(TEXT_LIMIT, f"{what} in buffer {buffer.number}" + (f" ({purpose})" if purpose else ""))
+        signature = signature_of(text) ^ schedule_signature(collective, self.world_size)
+        self._calls.say(signature, text)
+        if numbered:
+            self._calls.enter(signature)
+        plan = self._plan(collective, buffer)
+        plan.purpose, plan.signature = purpose, signature
+        return plan
 
     def perform(
         self,
@@ -185,9 +165,11 @@ class Transport(ABC):
         of its own it is compared with nothing: as part of a call that was compared, or where ranks need not perform in
         the same order. Raises TransportError, and ValueError for a size that cannot be cut as the collective needs it.
         """
-        if numbered:
-            self._enter(collective, buffer, purpose)
-        plan = buffer.plans.get(collective) or self._plan(collective, buffer)
+        plan, calls = buffer.plans.get(collective), self._calls
+        if plan is None or plan.purpose != purpose:
+            plan = self._begin(collective, buffer, purpose, numbered)
+        elif numbered:
+            calls.enter(plan.signature)
         post, wait, observer = self._signals.post, self._signals.wait, self.observer
         doing = purpose or collective.name
         round_index = 0
@@ -212,14 +194,18 @@ class Transport(ABC):
         except WaitTimeout as timeout:
             raise self._failed(timeout, f"{doing}, round {round_index}", in_call=numbered) from None
         if numbered:
-            self._calls.compare(plan.heard)
+            for index in calls.theirs:  # as `compare`, which takes longer to call
+                if calls.words[index] != calls.entry:
+                    calls.compare(plan.heard)
         for source, nbytes in plan.received:
             self.received_bytes[source] += nbytes
-        if acknowledge:
-            self._acknowledge(plan.acknowledge)
-        else:
-            self._unacknowledged += plan.acknowledge
-        self._unsettled += [(reader, doing) for reader in plan.readers]
+        if plan.acknowledge:
+            if acknowledge:
+                self._acknowledge(plan.acknowledge)
+            else:
+                self._unacknowledged += plan.acknowledge
+        if plan.readers:
+            self._unsettled += [(reader, doing) for reader in plan.readers]
         return plan.result
 
     def leave_room(self) -> None:  # noqa: B027  # the host's processors are not shared so

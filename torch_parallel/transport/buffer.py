@@ -20,7 +20,20 @@ from torch_parallel.collectives.schedule import Collective, Local, Receive, Roun
 # One receive, ready to perform: the source, what is done with the peer's chunk, that chunk, and whether it is added.
 Pull = tuple[int, Callable[[Tensor], Any], Tensor, bool]
 
-REMEMBERED_CALLS = 64
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One message, seen by its receiver. Times are of `time.perf_counter`."""
+
+    source: int
+    to: int
+    bytes: int
+    purpose: str
+    round: int
+    wait_start_s: float
+    start_s: float
+    end_s: float
+    reduce: bool  # added to the receiver's chunk, not copied over it
 
 
 @dataclass
@@ -34,6 +47,8 @@ class Plan:
     heard: list[int]  # whose signals have come when it is performed
     regions: list[Tensor]  # of this rank, each [numel]; the first is its buffer
     result: Tensor  # one of them
+    purpose: str | None = None  # for which it was performed last
+    signature: int = 0  # of the call that does so: see `calls.py`
     table: Any = None  # the same for the GPU's kernel, where that performs it
 
 
@@ -53,18 +68,10 @@ class SharedBuffer:
     plans: dict[Collective, Plan] = field(default_factory=dict)
     number: int = 0
     """Counted over the buffers of a transport, the same on all ranks."""
-    calls: dict[tuple[Collective, str], tuple[int, str]] = field(default_factory=dict)
-    """To perform a collective on it for a purpose: that call's signature and text (see `calls.py`)."""
 
     @property
     def local(self) -> Tensor:
         return self.parts[self.rank]
-
-    def remember(self, collective: Collective, purpose: str, call: tuple[int, str]) -> None:
-        """The signature and text of a call; not of any number of purposes."""
-        if len(self.calls) >= REMEMBERED_CALLS:
-            self.calls.clear()
-        self.calls[collective, purpose] = call
 
     def narrow(self, numel: int) -> SharedBuffer:
         """The first `numel` elements of every rank's buffer."""

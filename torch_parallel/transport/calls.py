@@ -20,15 +20,17 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from functools import lru_cache
+from functools import cache, lru_cache
+
+from torch_parallel.collectives.schedule import Collective
 
 SLOTS = 64
-TEXTS = 64
+TEXTS = 256
 """Different texts that each rank keeps for its peers to read."""
 TEXT_LIMIT = 200
 """Bytes (UTF-8) of the text that says what a call is; what is longer is cut, and a digest of it put in its place."""
 
-_FACTOR, _MASK = 0x9E3779B1, 0xFFFFFFFF
+_FACTOR, _MASK = 31, 0xFFFFFFFF  # small factors are multiplied sooner
 _TEXT_BYTES = TEXT_LIMIT + 8  # the signature first
 _RECORD_BYTES = 8 * (SLOTS + 1) + TEXTS * _TEXT_BYTES
 ADVICE = "all ranks must call the same operations in the same order"
@@ -63,6 +65,13 @@ def signature_of(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
+@cache
+def schedule_signature(collective: Collective, world_size: int) -> int:
+    """Of what all ranks do: schedules of one name may differ, as broadcasts from two ranks do."""
+    rounds = [list(collective.rounds(rank, world_size)) for rank in range(world_size)]
+    return zlib.crc32(repr((collective.name, rounds)).encode())
+
+
 class CallBoard:
     """What all ranks have called, on `memory`, which holds `bytes_needed(world_size)` bytes, zeros at first."""
 
@@ -79,6 +88,11 @@ class CallBoard:
     def first_word(rank: int) -> int:
         """Where the slots of a rank begin. Behind them lies a mark that the rank has been told of an error."""
         return rank * _RECORD_BYTES // 8
+
+    @staticmethod
+    def rank_at(index: int) -> int:
+        """Whose slot that is."""
+        return 8 * index // _RECORD_BYTES
 
     def entry(self, rank: int, number: int) -> int | None:
         """The digest of a rank's calls up to this one; None where it has not made it yet, or it is not kept."""
@@ -160,39 +174,53 @@ class Calls:
     """One rank's own calls, and what it compares them with."""
 
     def __init__(self, board: CallBoard, rank: int) -> None:
-        self.number = 0
-        """Of the present call, or of the last one."""
         self.board = board
+        self.words = board.words
+        self.entry = 0
+        """What this rank has written for the present call, or for the last one."""
         self._rank = rank
-        self._digest = self._entry = 0
+        self._own = board.first_word(rank)
+        self._place, self._lap = 0, _lap(0) << 32
+        peers = [peer for peer in range(board.world_size) if peer != rank]
+        # by place, so that nothing is left to add up
+        self._theirs = [[board.first_word(peer) + place for peer in peers] for place in range(SLOTS)]
+        self.theirs = self._theirs[0]
+        """Where in `words` the peers write theirs for the same call."""
         self._texts: dict[int, None] = {}  # signatures of which the board holds the text, the oldest first
         self._texts_written = 0
-        self._words = board.words
-        self._own = board.first_word(rank)
-        self._peers = [(peer, board.first_word(peer)) for peer in range(board.world_size) if peer != rank]
 
-    def enter(self, signature: int, text: str) -> None:
-        """Begins the next call; `text`, of at most TEXT_LIMIT bytes, says what it is to who finds that it differs."""
-        if signature not in self._texts:
-            self._write(signature, text)
-        self.number = number = self.number + 1
-        self._digest = digest = (self._digest * _FACTOR + signature) & _MASK
-        self._entry = entry = (number // SLOTS + 1) << 32 | digest
-        self._words[self._own + number % SLOTS] = entry
+    @property
+    def number(self) -> int:
+        """Of the present call, or of the last one."""
+        return ((self._lap >> 32) - 1) * SLOTS + self._place
 
-    def _write(self, signature: int, text: str) -> None:
+    def say(self, signature: int, text: str) -> None:
+        """Lets the peers read what calls of this signature are: `text`, of at most TEXT_LIMIT bytes."""
+        if signature in self._texts:
+            return
         if len(self._texts) == TEXTS:
             del self._texts[next(iter(self._texts))]
         self._texts[signature] = None
         self.board.write_text(self._rank, self._texts_written % TEXTS, signature, text)
         self._texts_written += 1
 
+    def enter(self, signature: int) -> None:
+        """Begins the next call."""
+        place = self._place + 1
+        if place == SLOTS:
+            place = 0
+            self._lap += 1 << 32
+        self._place = place
+        self.entry = entry = self._lap | (self.entry * _FACTOR + signature) & _MASK
+        self.words[self._own + place] = entry
+        self.theirs = self._theirs[place]
+
     def compare(self, heard: list[int] | None = None) -> None:
         """Compares the last call that both have made, with each peer. Raises TransportError where they differ, or where
         one of whom this rank has `heard` since its call began has not made it."""
-        place, entry, words = self.number % SLOTS, self._entry, self._words
-        for peer, start in self._peers:
-            if words[start + place] != entry:
+        for index in self.theirs:
+            if self.words[index] != self.entry:
+                peer = self.board.rank_at(index)
                 difference = self._closer_look(peer)
                 if difference is None and heard and peer in heard:
                     difference = self._not_come(peer)

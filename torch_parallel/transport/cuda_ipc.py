@@ -317,10 +317,12 @@ class CudaIpcTransport(Transport):
         if self.triton is None or not acknowledge or not self._takes_the_kernel(self.triton, collective, buffer):
             self._stream_signals.begin()
             return super().perform(collective, buffer, purpose, acknowledge=acknowledge, numbered=numbered)
-        if numbered:
-            self._enter(collective, buffer, purpose)
-            self._calls.compare()
-        plan = self._plan(collective, buffer)
+        plan = buffer.plans.get(collective)
+        if plan is None or plan.purpose != purpose:
+            plan = self._begin(collective, buffer, purpose, numbered)
+        elif numbered:
+            self._calls.enter(plan.signature)
+        self._calls.compare()
         self.triton.perform(collective, buffer, plan, purpose or collective.name)
         for source, nbytes in plan.received:
             self.received_bytes[source] += nbytes
