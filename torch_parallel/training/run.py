@@ -210,5 +210,6 @@ def _check_the_machine(
     )
     preflight.check(required)
     workers = config.process_count - strategy.server_count
-    sizes = len(dataset.train_targets), config.batch_size, workers, config.accumulate
+    batch_size = config.batch_size_on(dataset.name)
+    sizes = len(dataset.train_targets), batch_size, workers, config.accumulate
     return preflight.batch_norm_line(*sizes) if model.has_batch_norm else None
