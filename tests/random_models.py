@@ -213,8 +213,8 @@ PARTS: dict[str, Part] = {
     "empty": Part(_put(empty=lambda: nn.Parameter(torch.empty(0, 2))), lambda model, h: h + model.empty.sum()),
     "a number": Part(_put(gain=lambda: nn.Parameter(torch.tensor(1.5))), lambda model, h: h * model.gain),
     "a type of its own": Part(
-        _put(short=lambda: nn.Linear(WIDTH, WIDTH).to(torch.bfloat16).requires_grad_(False)),
-        lambda model, h: h + model.short(h.to(torch.bfloat16)).to(h.dtype) / 8,
+        _put(short=lambda: nn.Parameter(torch.linspace(0, 1, WIDTH, dtype=torch.bfloat16), requires_grad=False)),
+        lambda model, h: h + (h.detach().to(torch.bfloat16) * model.short).to(h.dtype) / 8,
     ),
     "complex buffer": Part(_buffer("turns", lambda: torch.polar(torch.ones(2), torch.tensor([0.5, 2.0]))), _rotary),
     "frozen complex": Part(

@@ -52,7 +52,21 @@ def in_one_process(trial: Trial, data: Dataset) -> tuple[nn.Module, float]:
                 nn.utils.clip_grad_norm_(parameters, options["clip_norm"])
             optimizer.step()
             loss_sum += loss.item() * len(batch)
+        evaluate(model, data.test_inputs)
     return model, loss_sum / trial.sizes[0]
+
+
+def evaluate(model: nn.Module, inputs: Tensor) -> None:
+    """As a run does after each epoch: alone, a model may write its parameters then too."""
+    training = [module for module in model.modules() if module.training]
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    with torch.no_grad():
+        model.eval()(inputs)
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            if not torch.equal(buffer, before):
+                buffer.copy_(before)
+    for module in training:
+        module.training = True
 
 
 def kept_types(trial: Trial) -> bool:

@@ -330,3 +330,76 @@ def test_a_run_that_skipped_most_steps_fails_and_says_so(strategy: str, run: Cal
     bad = tuple(range(0, 24, 2))
     with pytest.raises(WorkerFailure, match="3 of 3 steps have been skipped, because a gradient was NaN or infinite"):
         run(strategy, lambda: nn.Linear(6, 3), points(bad=bad), not_finite="skip")
+
+
+# ---- what forward does to parameters ----
+
+
+class Late(nn.Module):
+    """The second layer gets its first gradient in the third step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.steps = nn.Linear(6, 3), nn.Linear(3, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += self.training
+        h = self.first(x)
+        return self.second(torch.tanh(h)) if self.steps > 2 else h
+
+
+@pytest.mark.parametrize("strategy", [name for name in KINDS if name != "ddp"])  # it wants the same graph in each step
+def test_parameters_may_get_their_first_gradient_after_others(strategy: str, run: Callable[..., TrainingRun]) -> None:
+    trained = run(strategy, Late, dtype="float64", epochs=2)
+    torch.manual_seed(0)
+    model = Late().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = points()
+    for epoch in (1, 2):
+        for batch in torch.randperm(24, generator=torch.Generator().manual_seed(epoch)).split(8):
+            optimizer.zero_grad()
+            cross_entropy(model(data.train_inputs[batch].double()), data.train_targets[batch]).backward()
+            optimizer.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(trained.weights[name], value, rtol=1e-12, atol=1e-13)
+
+
+class WritesInEvaluation(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.weight.data.mul_(0.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("strategy", ["ring_all_reduce", "param_server", "sharded_param_server", "ddp"])
+def test_a_parameter_written_in_evaluation_is_named(strategy: str, run: Callable[..., TrainingRun]) -> None:
+    with pytest.raises(WorkerFailure, match="UnsupportedModel: parameter weight was written during evaluation"):
+        run(strategy, WritesInEvaluation)
+
+
+class WritesNowAndThen(nn.Linear):
+    """In the third step, by a way that autograd counts."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += self.training
+        if self.steps == 3 and self.training:
+            with torch.no_grad():
+                self.bias.clamp_(-1, 1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("strategy", ["ring_all_reduce", "param_server"])
+def test_one_written_in_a_later_step_is_named_too(
+    strategy: str, overlap: bool, run: Callable[..., TrainingRun]
+) -> None:
+    with pytest.raises(WorkerFailure, match="parameter bias was written during forward or backward") as caught:
+        run(strategy, WritesNowAndThen, overlap=overlap, bucket_mb=0.00003)
+    assert "step 3 of epoch 1" in str(caught.value)

@@ -11,6 +11,7 @@ and the tree of modules is slow to walk: in steps 1, 2, 4, 8, ... it is looked a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -35,7 +36,8 @@ class Watch:
         for name, parameter in self._parameters:
             by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append((name, parameter))
         self._beside = {id(one): views for views in by_storage.values() for _, one in views if len(views) > 1}
-        self._steps = 0
+        self._counts: Counter[str] = Counter()
+        self._doing = ""
         self._closely = False
         self._versions: dict[str, int] = {}
         self._sums: dict[str, int] = {}
@@ -48,14 +50,19 @@ class Watch:
                     f"parameter {name} was frozen when the strategy was made and is trainable now: unfreeze it before, "
                     "or make a new strategy"
                 )
-        self._steps += 1
-        self._closely = self._steps & (self._steps - 1) == 0
+        self.remember("forward or backward")
+
+    def remember(self, doing: str) -> None:
+        """Remembers the parameters as they are before `doing`, at whose end `look` comes."""
+        self._counts[doing] += 1
+        self._doing = doing
+        self._closely = self._counts[doing] & (self._counts[doing] - 1) == 0
         if not self._alone:
             self._versions = {name: parameter._version for name, parameter in self._parameters}
             self._sums = _bit_sums(self._parameters) if self._closely else {}
 
     def look(self) -> None:
-        """Before the step's update: raises UnsupportedModel for what was written, added or replaced since it began."""
+        """Raises UnsupportedModel for what was written, added or replaced since `remember`."""
         self.look_at(self._parameters)
         if self._closely:
             self.look_at_tree()
@@ -68,9 +75,9 @@ class Watch:
         if not written and self._sums:
             some = [(name, parameter) for name, parameter in parameters if name in self._sums]
             written = [name for name, total in _bit_sums(some).items() if total != self._sums[name]]
-        if written and self._steps:
+        if written and self._doing:
             raise UnsupportedModel(
-                f"parameter {written[0]} was written during forward or backward, which other ranks do not see: write "
+                f"parameter {written[0]} was written during {self._doing}, which other ranks do not see: write "
                 "it between two steps, on all ranks alike, make it a buffer, or leave it as it is and let forward work "
                 "out what it needs (torch.nn.utils.parametrize)"
             )

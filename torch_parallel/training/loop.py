@@ -309,6 +309,7 @@ class Trainer:
         """
         self.communicator.status.phase(EVALUATING)
         self.strategy.watch.look_at_tree()
+        self.strategy.watch.remember("evaluation")
         share_state(self.model, self.communicator, root=self.communicator.first_worker)
         buffers = BufferValues(self.model)
         targets = self.data["test_targets"]
@@ -322,6 +323,7 @@ class Trainer:
                 self.communicator.device,
                 self.dataset.class_count,
             )
+        self.strategy.watch.look()
         buffers.restore()
         return loss_sum, correct
 

@@ -28,4 +28,20 @@ def make_optimizer(
     options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
     if name == "sgd":
         options["momentum"] = momentum
-    return OPTIMIZERS[name]([parameter for _, parameter in named_parameters], **options)
+    optimizer = OPTIMIZERS[name]([parameter for _, parameter in named_parameters], **options)
+    if name == "sgd" and momentum:
+        optimizer.register_step_pre_hook(_give_momentum_to_the_late)
+    return optimizer
+
+
+def _give_momentum_to_the_late(optimizer: Optimizer, *_: Any) -> None:
+    """Fused SGD wants a momentum of all parameters or of none, and some may get their first gradient after others.
+
+    From zero it becomes what it is in the first step: the gradient.
+    """
+    state = optimizer.state
+    for group in optimizer.param_groups:
+        if 0 < len(state) < len(group["params"]):
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter not in state:
+                    state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -1,0 +1,226 @@
+"""What is compared over the ranks, what is refused by name, and two strategies beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torch_parallel import WorkerFailure, launch
+from torch_parallel.communicator import Communicator
+from torch_parallel.gradients.layout import as_bytes, lies_over_itself, overlap, without_gaps, written_once
+from torch_parallel.strategies import FROM_SCRATCH, STRATEGIES
+from torch_parallel.strategies.model_check import UnsupportedModel, check_model
+from torch_parallel.strategies.replicas import broadcast_all
+
+KINDS = ("ring_all_reduce", "two_shot_in_place", "all_reduce", "param_server", "sharded_param_server")
+
+
+def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
+
+
+# ---- how tensors lie in memory ----
+
+TABLE = torch.arange(24.0).view(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "common"),
+    [
+        (TABLE, TABLE[1], True),
+        (TABLE[:2], TABLE[2:], False),
+        (TABLE[:2], TABLE[1:], True),
+        (TABLE[:, :2], TABLE[:, 2:], False),  # side by side in every row
+        (TABLE[:, :3], TABLE[:, 2:], True),
+        (TABLE[:, ::2], TABLE[:, 1::2], False),
+        (TABLE[0, :1].expand(3), TABLE[0], True),
+        (TABLE[0, :1].expand(3), TABLE[0, 1:], False),
+        (TABLE[:0], TABLE, False),
+    ],
+)
+def test_overlap(one: Tensor, other: Tensor, common: bool) -> None:
+    places = [
+        set(each.view(-1).tolist() if each.is_contiguous() else each.reshape(-1).tolist()) for each in (one, other)
+    ]
+    assert bool(places[0] & places[1]) == common  # every element of the table is its own place
+    assert overlap(one, other) == overlap(other, one) == common
+
+
+@pytest.mark.parametrize(
+    ("tensor", "over_itself", "gaps"),
+    [
+        (torch.ones(2, 3), False, False),
+        (torch.ones(2, 3).t(), False, False),
+        (torch.ones(4, 6)[:, :2], False, True),
+        (torch.ones(1).expand(3), True, True),
+        (torch.ones(2, 1).expand(2, 3), True, True),
+        (torch.arange(6.0).unfold(0, 3, 1), True, True),
+        (torch.ones(1, 1).expand(1, 1), False, False),
+        (torch.tensor(1.0), False, False),
+        (torch.ones(0, 3), False, False),
+    ],
+)
+def test_how_a_tensor_lies(tensor: Tensor, over_itself: bool, gaps: bool) -> None:
+    assert lies_over_itself(tensor) == over_itself
+    assert without_gaps(tensor) != gaps or tensor.numel() == 0
+
+
+def test_what_is_written_once_the_whole_tensor_holds() -> None:
+    wide = torch.zeros(2, 1).expand(2, 3)
+    written_once(wide).copy_(torch.tensor([[1.0], [2.0]]))
+    assert wide.tolist() == [[1.0] * 3, [2.0] * 3]
+
+
+@pytest.mark.parametrize("tensor", [TABLE.t(), TABLE[:, 1:3], torch.ones(1).expand(3), torch.tensor([1 + 2j]).conj()])
+def test_bytes_come_in_the_order_of_indices(tensor: Tensor) -> None:
+    assert bytes(as_bytes(tensor).tolist()) == tensor.resolve_conj().contiguous().numpy().tobytes()
+
+
+# ---- what is refused, and what is compared ----
+
+
+class Kept(nn.Module):
+    """Keeps views of its parameter, in an attribute and in a list within a dict."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        view = self.layer.weight.detach()[0]
+        setattr(self, where, view if where == "view" else {"views": [view]})
+
+
+@pytest.mark.parametrize("where", ["view", "kept"])
+def test_a_view_of_a_parameter_is_found_where_parameters_move(where: str) -> None:
+    check_model(Kept(where), alone=False, in_process_group=False, moves=None)
+    with pytest.raises(
+        UnsupportedModel, match=rf"attribute {where} shares memory with parameter layer.weight, and Some"
+    ):
+        check_model(Kept(where), alone=False, in_process_group=False, moves="Some")
+
+
+def test_a_recurrent_layer_is_none_of_these() -> None:
+    """It keeps its parameters in lists of its own, and on GPUs in one memory."""
+    check_model(nn.LSTM(3, 4, num_layers=2), alone=False, in_process_group=False, moves="Some")
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (nn.SyncBatchNorm(3), "at the top .SyncBatchNorm. needs a process group"),
+        (nn.Sequential(nn.DataParallel(nn.Linear(1, 1))), "module 0 .DataParallel. exchanges by torch's own means"),
+        (nn.LazyLinear(3), "parameter weight has no shape yet"),
+        (nn.Linear(2, 2, device="meta"), "parameter weight has no memory"),
+    ],
+)
+def test_modules_that_cannot_be_held_are_named(module: nn.Module, words: str) -> None:
+    with pytest.raises(UnsupportedModel, match=words):
+        check_model(module, alone=False, in_process_group=False, moves=None)
+
+
+def otherwise(what: str) -> Callable[[Communicator], None]:
+    """A worker function in which rank 1's model, or strategy, differs in `what`."""
+
+    def work(communicator: Communicator) -> None:
+        other = communicator.rank == 1
+        width = 4 if other and what == "shape" else 3
+        model = nn.Sequential(nn.Conv2d(2, width, 2), nn.BatchNorm2d(width))
+        model[0].to(memory_format=torch.channels_last if other and what == "layout" else torch.contiguous_format)
+        model[1].train(not (other and what == "mode"))
+        if what == "key" and other:
+            model.register_parameter("weight", nn.Parameter(torch.ones(1)))
+        if what == "dtype" and other:
+            model[1].double()
+        clip_norm = 1.0 if what == "clipping" and other else 2.0
+        FROM_SCRATCH["ring_all_reduce"](model, sgd, communicator, clip_norm=clip_norm)
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("shape", r"0\.weight \[3, 2, 2, 2\].*0\.weight \[4, 2, 2, 2\]|0\.weight \[4, 2, 2, 2\].*0\.weight \[3"),
+        ("layout", r"0\.weight .*strides \[8, 1, 4, 2\]"),
+        ("mode", "in eval mode: 1"),
+        ("key", r"set up weight \[1\]"),
+        ("dtype", r"1\.weight \[3\] torch.float64"),
+        ("clipping", "clip_norm=1.0"),
+    ],
+)
+def test_ranks_whose_models_or_strategies_differ_are_told_in_what(what: str, named: str) -> None:
+    with pytest.raises(WorkerFailure, match=named):
+        launch(otherwise(what), 2, deadline_s=20)
+
+
+def test_tensors_of_any_type_are_broadcast() -> None:
+    def work(communicator: Communicator) -> bool:
+        def made(value: int) -> list[Tensor]:
+            return [
+                torch.full((3,), value, dtype=torch.int8),
+                torch.full((2, 2), value + 0.5, dtype=torch.float64).t(),
+                torch.full((1,), value, dtype=torch.bool).expand(4),
+                torch.full((2,), complex(value, 1)),
+                torch.full((3,), value + 0.25, dtype=torch.bfloat16),
+                torch.full((2,), value, dtype=torch.float8_e4m3fn),
+                torch.tensor(value),
+                torch.empty(0, 2),
+            ]
+
+        tensors = made(communicator.rank)
+        broadcast_all(tensors, communicator, root=1)
+        return all(torch.equal(as_bytes(one), as_bytes(other)) for one, other in zip(tensors, made(1), strict=True))
+
+    assert launch(work, 3, deadline_s=20) == [True] * 3
+
+
+# ---- two models, two strategies ----
+
+
+@pytest.mark.parametrize("name", [*KINDS, "ring_all_reduce overlapping", "param_server_bounded"])
+def test_gradients_after_a_step_are_nobodys(name: str) -> None:
+    """Equal to one process, in which `zero_grad` of the discriminator's optimizer forgets what the generator left."""
+
+    def models() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(0)
+        return nn.Linear(6, 1).double(), nn.Linear(4, 6).double()
+
+    def losses(d: nn.Module, g: nn.Module, noise: Tensor, share: slice) -> tuple[Callable[[], Tensor], ...]:
+        mine = noise[share]
+        return (lambda: (d(g(mine).detach()) ** 2).sum() / 8, lambda: -d(g(mine)).tanh().sum() / 8)
+
+    def noises() -> list[Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        return [torch.randn(8, 4, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+    def work(communicator: Communicator, registry: str, overlap: bool) -> list[list[float]]:
+        d, g = models()
+        options = {"overlap": True} if overlap else {}
+        both = [STRATEGIES[registry](model, sgd, communicator, **options) for model in (d, g)]
+        index, count = communicator.worker_index, communicator.worker_count
+        share = slice(0, 0) if index is None else slice(8 * index // count, 8 * (index + 1) // count)
+        for noise in noises():
+            for strategy, loss in zip(both, losses(d, g, noise, share), strict=True):
+                strategy.begin_step()
+                if index is not None:
+                    with strategy.synchronising(last=True):
+                        loss().backward()
+                strategy.step()
+        return [parameter.flatten().tolist() for parameter in (*d.parameters(), *g.parameters())]
+
+    registry, _, overlapping = name.partition(" ")
+    servers = STRATEGIES[registry].server_count
+    ours = launch(work, 2 + servers, registry, bool(overlapping), server_count=servers, deadline_s=20)
+    d, g = models()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (d, g)]
+    for noise in noises():
+        for optimizer, loss in zip(optimizers, losses(d, g, noise, slice(0, 8)), strict=True):
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+    theirs = [parameter.flatten().tolist() for parameter in (*d.parameters(), *g.parameters())]
+    for rank in ours:
+        for one, other in zip(rank, theirs, strict=True):
+            assert one == pytest.approx(other, rel=1e-12, abs=1e-14)
