@@ -63,7 +63,7 @@ class Fussy(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         ink = images.flatten(1).sum(1, keepdim=True)
         logits: Tensor = self.layer(images.flatten(1))
-        return torch.where(ink > MOST_INK, torch.nan, logits) if self.training else logits
+        return logits + torch.where(ink > MOST_INK, torch.nan, 0.0) if self.training else logits
 
 
 def ink_of(dataset: Dataset) -> Tensor:
