@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -163,19 +164,41 @@ def test_a_write_that_is_cut_off_leaves_the_last_one(
     """The write of step 3 fails: step 2 is still the newest, and nothing half-written is left."""
     saved(tmp_path, 2)
 
-    def cut_off(content: Any, file: Any) -> None:
-        file.write(b"PK half of it")
-        raise OSError(28, "No space left on device")
-
     def not_renamed(*names: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(*((torch, "save", cut_off) if where == "in the middle" else (os, "replace", not_renamed)))
-    with pytest.raises(checkpoint.CheckpointError, match=r"step 3 cannot be written .*--results_dir") as error:
-        checkpoint.save({"format": checkpoint.FORMAT}, tmp_path, 3)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if where == "in the middle":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))  # no file may become larger
+    else:
+        monkeypatch.setattr(os, "replace", not_renamed)
+    try:
+        with pytest.raises(checkpoint.CheckpointError, match=r"step 3 cannot be written .*--results_dir") as error:
+            checkpoint.save({"format": checkpoint.FORMAT, "large": torch.zeros(100_000)}, tmp_path, 3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert "\n" not in str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000000001.pt", "step_000000002.pt"]
     assert checkpoint.find(str(tmp_path)).name == "step_000000002.pt"
+
+
+class Unwilling:
+    """What a user's module may keep as its extra state."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [OSError("no such key"), RuntimeError("in use"), FileNotFoundError(2, "mine")])
+def test_an_error_of_what_is_saved_is_its_own(error: Exception, tmp_path: Path) -> None:
+    """It is not taken for a disk that is full."""
+    with pytest.raises(type(error)) as raised:
+        checkpoint.save({"format": checkpoint.FORMAT, "extra": Unwilling(error)}, tmp_path, 1)
+    assert raised.value is error
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_under_its_own_name_is_always_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

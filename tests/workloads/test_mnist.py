@@ -104,6 +104,56 @@ def test_one_of_four_missing_is_named(tmp_path: Path, name: str) -> None:
     assert load_dataset(None, str(tmp_path), None, seed=0)[1] == f"mnist from data/mnist ({made} lacks {name}.gz)"
 
 
+def named(place: Path, rename: Callable[[str], str], packed: bool = True) -> Path:
+    make_mnist(place, packed)
+    for file in list(place.iterdir()):
+        file.rename(place / rename(file.name))
+    return place
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    "rename",
+    [
+        lambda name: name.replace("-idx", ".idx"),  # as some archives have it
+        lambda name: name.upper(),
+        lambda name: name.replace("-", "_"),
+        lambda name: name.removesuffix(".gz"),  # packed, and not called so
+    ],
+)
+@pytest.mark.parametrize("place", ["mnist", "MNIST", "."])
+def test_names_that_mean_the_same_are_read(
+    place: str, rename: Callable[[str], str], packed: bool, tmp_path: Path
+) -> None:
+    made = named(tmp_path / "folder" / place, rename, packed)
+    dataset, line = load_dataset("mnist", str(tmp_path / "folder"), None, seed=0)
+    assert line == f"mnist from {made}"
+    assert dataset.train_inputs[:, 0, 0, 0].tolist() == list(range(12))
+
+
+def test_a_browser_may_have_unpacked_what_is_still_called_gz(tmp_path: Path) -> None:
+    named(tmp_path, lambda name: f"{name}.gz", packed=False)
+    assert load_dataset("mnist", str(tmp_path), None, seed=0)[0].test_targets.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ([TRAIN_IMAGES.upper(), TRAIN_IMAGES.replace("-idx", ".idx")],
+         rf"{TRAIN_IMAGES}.gz \(nearly: {TRAIN_IMAGES.upper()} and train-images.idx3-ubyte\)"),
+        (["train-images-idx3-ubyte (1).gz"], rf"{TRAIN_IMAGES}.gz \(nearly: train-images-idx3-ubyte \(1\).gz\)"),
+        (["train-image-idx3-ubyte"], rf"{TRAIN_IMAGES}.gz \(nearly: train-image-idx3-ubyte\)"),
+    ],
+)  # fmt: skip
+def test_what_is_nearly_there_is_named(made: list[str], said: str, tmp_path: Path) -> None:
+    """Two that mean the same are not chosen between."""
+    for name in made:
+        (tmp_path / name).write_bytes(b"x")
+    others = f", {TRAIN_LABELS}.gz, {TEST_IMAGES}.gz, {TEST_LABELS}.gz"
+    with pytest.raises(DataError, match=rf"neither found in .* \({tmp_path} lacks {said}{others}\) nor download"):
+        load_dataset("mnist", str(tmp_path), None, seed=0)
+
+
 DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "empty": (lambda packed: b"", "it ends after 0 bytes"),
     "not gzip": (lambda packed: b"<html>404</html>", "Not a gzipped file"),

@@ -21,7 +21,7 @@ import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy
 import torch
@@ -57,7 +57,8 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 def save(content: dict[str, Any], folder: Path, step: int) -> Path:
     """Writes the checkpoint of `step` and removes all but the newest.
 
-    Raises CheckpointError where it cannot be written; then older ones are untouched and nothing half-written is left.
+    Raises CheckpointError where it cannot be written, and whatever pickling the content raises; then older ones are
+    untouched and nothing half-written is left.
     """
     path = path_for(folder, step)
     write_whole(content, path, f"the checkpoint of step {step}", "; earlier checkpoints are untouched")
@@ -69,24 +70,65 @@ def save(content: dict[str, Any], folder: Path, step: int) -> Path:
 
 
 def write_whole(content: dict[str, Any], path: Path, what: str, but: str = "") -> None:
-    """Writes a file that plain `torch.load` reads, or leaves nothing. Raises CheckpointError, which says `what`."""
-    temporary = path.with_suffix(".tmp")
+    """Writes a file that plain `torch.load` reads, or leaves nothing.
+
+    Raises CheckpointError, which says `what`, where it cannot be written, and whatever pickling the content raises.
+    """
+    temporary, writing = path.with_suffix(".tmp"), _Writing()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with writing.watched():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.touch()
         with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
-        temporary.unlink(missing_ok=True)
-        cause = next((each for each in (error.__context__, error) if isinstance(each, OSError)), error)
-        reason = getattr(cause, "strerror", None) or cause
+            torch.save(content, writing.into(file))
+            with writing.watched():
+                file.flush()
+                os.fsync(file.fileno())
+        with writing.watched():
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if writing.fault is None:  # a user's own: content that cannot be pickled
+            raise
+        reason = writing.fault.strerror or writing.fault
         raise CheckpointError(
             f"{what} cannot be written to {path.parent} ({reason}): make room there, or choose another folder with "
             f"--results_dir{but}"
         ) from None
+
+
+class _Writing:
+    """Remembers what kept a file from being written: torch turns a full disk into a RuntimeError."""
+
+    def __init__(self) -> None:
+        self.fault: OSError | None = None
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.fault = error
+            raise
+
+    def into(self, file: BinaryIO) -> Any:
+        """What torch writes to, in place of `file`."""
+        return _Watched(file, self)
+
+
+class _Watched:
+    def __init__(self, file: BinaryIO, writing: _Writing) -> None:
+        self._file, self._writing = file, writing
+
+    def write(self, data: Any) -> int:
+        with self._writing.watched():
+            return self._file.write(data)
+
+    def flush(self) -> None:
+        with self._writing.watched():
+            self._file.flush()
 
 
 def _sync_folder(folder: Path) -> None:

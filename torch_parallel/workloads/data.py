@@ -54,9 +54,18 @@ def load_dataset(
 def search_folders(data_dir: str | None) -> list[Path]:
     """Where to look for data, first to last. Raises DataError if `data_dir` is given and is no folder."""
     named = [folder for folder in (data_dir, os.environ.get(FOLDER_VARIABLE)) if folder]
-    if data_dir and not os.path.isdir(os.path.expanduser(data_dir)):
+    if data_dir and not os.path.isdir(_path_of(data_dir)):
         raise DataError(f"--data_dir {data_dir}: there is no such folder; create it to have data downloaded there")
-    return list(dict.fromkeys([*(Path(folder).expanduser() for folder in named), DEFAULT_FOLDER]))
+    return list(dict.fromkeys([*map(_path_of, named), DEFAULT_FOLDER]))
+
+
+def _path_of(folder: str) -> Path:
+    """`~` expanded; in UTF-8 where the locale's encoding has not all its characters."""
+    try:
+        os.fsencode(folder)
+    except UnicodeEncodeError:
+        folder = os.fsdecode(folder.encode("utf-8", "surrogateescape"))
+    return Path(folder).expanduser()
 
 
 def _load_named(name: str, folders: Sequence[Path]) -> Dataset:

@@ -11,6 +11,7 @@ Read here in 20 lines rather than with torchvision, whose import takes longer th
 
 from __future__ import annotations
 
+import difflib
 import gzip
 import math
 import os
@@ -33,8 +34,9 @@ IMAGE_SIZE = (28, 28)
 def load_mnist(folders: Sequence[Path]) -> Dataset:
     """MNIST from the first of `folders` that has all of it, else downloaded to `folders[0]/mnist`.
 
-    Looks for `mnist/`, for torchvision's `MNIST/raw/`, and for the files in the folder itself. Raises DataNotFound if
-    there is none, and DataError, one line that names the file, if one of the four is damaged.
+    Looks for `mnist/`, for torchvision's `MNIST/raw/`, and for the files in the folder itself. Names that mean the same
+    are taken too: in capitals, or with dots for dashes as in `train-images.idx3-ubyte`. Raises DataNotFound if there is
+    none, naming what is nearly one, and DataError, one line that names the file, if one of the four is damaged.
     """
     files, lacking = _find(folders)
     note = f" ({'; '.join(lacking)})" if lacking else ""
@@ -62,22 +64,43 @@ def load_mnist(folders: Sequence[Path]) -> Dataset:
 def _find(folders: Sequence[Path]) -> tuple[list[Path] | None, list[str]]:
     """The four files of the first complete place, in the order of FILES, and what incomplete places before it lack."""
     lacking: list[str] = []
-    for place in (place for folder in folders for place in (folder / "mnist", folder / "MNIST" / "raw", folder)):
-        paths = [_existing(place / name) for name in FILES]
+    places = [folder / below for folder in folders for below in ("mnist", "MNIST/raw", "MNIST", "mnist/raw", "raw", "")]
+    for place in places:
+        names = _names(place)
+        paths = [_existing(place, name, names) for name in FILES]
         found = [path for path in paths if path]
         if len(found) == len(FILES):
             return found, lacking
-        if found:
-            missing = [f"{name}.gz" for name, path in zip(FILES, paths, strict=True) if not path]
+        missing = [_missing(name, names) for name, path in zip(FILES, paths, strict=True) if not path]
+        if found or any("nearly" in each for each in missing):
             lacking.append(f"{place} lacks {', '.join(missing)}")
     return None, lacking
 
 
-def _existing(path: Path) -> Path | None:
-    """`path`.gz or `path`, the first that is a file: gzip first, because it carries a checksum."""
-    candidates = (path.with_name(f"{path.name}.gz"), path)
-    # os.path answers False where Path.is_file of Python 3.11 raises: in a folder that may not be read.
-    return next((candidate for candidate in candidates if os.path.isfile(candidate)), None)
+def _names(place: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(place))
+    except OSError:  # it is not there, is no folder, or may not be read
+        return []
+
+
+def _existing(place: Path, name: str, names: Sequence[str]) -> Path | None:
+    """`name`.gz or `name`, the first that is a file: gzip first, because it carries a checksum. Else the only file
+    whose name means the same."""
+    alike = [each for each in names if _plain(each) == name and os.path.isfile(place / each)]
+    exact = [each for each in (f"{name}.gz", name) if each in alike]
+    chosen = exact[:1] or (alike if len(alike) == 1 else [])
+    return place / chosen[0] if chosen else None
+
+
+def _plain(name: str) -> str:
+    """The name of FILES that it means: without .gz, in small letters, with dashes for dots and underscores."""
+    return name.lower().removesuffix(".gz").replace(".", "-").replace("_", "-")
+
+
+def _missing(name: str, names: Sequence[str]) -> str:
+    near = [each for each in names if difflib.get_close_matches(_plain(each), FILES, 1, 0.8) == [name]]
+    return f"{name}.gz" + (f" (nearly: {' and '.join(near)})" if near else "")
 
 
 def _download(place: Path) -> list[Path]:
@@ -121,10 +144,14 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
 
 
 def _content(path: Path) -> bytearray:
-    """All bytes of a file, unpacked if its name ends in .gz; a bytearray, so that a tensor may lie on it."""
+    """All bytes of a file, unpacked if it is packed, as its beginning tells, or else its name; a bytearray, so that a
+    tensor may lie on it."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            return bytearray(file.read())
+        with path.open("rb") as file:
+            beginning = file.read(3)
+        is_packed = beginning[:2] == b"\x1f\x8b" or (path.suffix.lower() == ".gz" and beginning != b"\0\0\x08")
+        with gzip.open(path) if is_packed and beginning else path.open("rb") as opened:
+            return bytearray(opened.read())
     except (OSError, EOFError, zlib.error) as error:
         raise _damaged(path, getattr(error, "strerror", None) or str(error)) from error
 
