@@ -106,6 +106,49 @@ def test_a_run_folder_where_the_locale_is_ascii(tmp_path: Path) -> None:
     assert ended.stdout.startswith(b"voil\\xe0 ")
 
 
+TRAINING = """
+import sys, torch
+from pathlib import Path
+from torch_parallel import Dataset, RunConfig, train
+
+def mod\xe8le():
+    return torch.nn.Linear(4, 2)
+
+if __name__ == "__main__":
+    x, y = torch.randn(12, 4), torch.arange(12) % 2
+    data = Dataset("donn\xe9es", x, y, x, y, 2, (), (), "cet \xe9t\xe9")
+    same = {"n_gpus": 2, "device": "cpu", "batch_size": 6, "checkpoint_every": 2}
+    place = sys.argv[1] + "/r\xe9sultats"
+    run = train(
+        RunConfig(epochs=1, results_dir=place, trace=place + ".json", steps_csv=place + ".csv", **same),
+        make_model=mod\xe8le, dataset=data,
+    )
+    again = train(RunConfig(epochs=2, results_dir=place, resume=run.folder, **same), make_model=mod\xe8le, dataset=data)
+    assert len(again.history) == 2
+"""
+
+
+def test_a_training_where_the_locale_is_ascii(tmp_path: Path) -> None:
+    """With the name of everything beyond ASCII: model, data, folders, trace, steps, and a checkpoint to resume from."""
+    script = tmp_path / "entra\xeenement.py"
+    script.write_text(TRAINING, encoding="utf-8")
+    command = [sys.executable, str(script), str(tmp_path)]
+    closed = subprocess.run(
+        ["bash", "-c", 'exec "$@" 2>&-', "-", *command],
+        env={**os.environ, **ASCII, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=90,
+    )  # fmt: skip
+    assert closed.returncode == 0, closed.stdout.decode()
+    assert b"donn\\xe9es from cet \\xe9t\\xe9" in closed.stdout
+    runs = sorted((tmp_path / "r\xe9sultats").iterdir())
+    assert len(runs) == 2
+    for run in runs:
+        manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
+        assert manifest["model"] == "mod\xe8le" and manifest["dataset"] == "donn\xe9es from cet \xe9t\xe9"
+        assert manifest["config"]["results_dir"] == str(tmp_path / "r\xe9sultats")
+        assert "donn\xe9es" in (run / "runs.csv").read_text(encoding="utf-8")
+    assert (tmp_path / "r\xe9sultats.json").exists() and (tmp_path / "r\xe9sultats.csv").exists()
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [

@@ -181,7 +181,11 @@ def _fault(path: Path) -> str | None:
 
 def load(path: Path) -> dict[str, Any]:
     """The content, its tensors mapped from the file: any number of ranks may load it and memory holds it once."""
-    content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True)
+    with open(path, "rb") as file:
+        name = str(path)
+        if not name.isascii():  # torch maps by a name in UTF-8, which this one may not be
+            name = f"/dev/fd/{file.fileno()}"
+        content: dict[str, Any] = torch.load(name, map_location="cpu", mmap=True)
     return content
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from dataclasses import asdict
 from typing import Any
@@ -55,7 +56,7 @@ class Display:
         self.bar = tqdm(
             total=self.steps * config.epochs_on(dataset.name),
             unit="step",
-            disable=None if verbose else True,
+            disable=None if verbose and sys.stderr is not None else True,  # a daemon may have none
             leave=False,
         )
 
