@@ -18,7 +18,7 @@ import pytest
 import torch
 from fork_servers import fork_server_pid, workers_alive
 
-from torch_parallel import fork_server, forked, launcher, worker_process
+from torch_parallel import fork_server, forked, launcher
 from torch_parallel.communicator import Communicator
 from torch_parallel.devices import threads_per_worker
 from torch_parallel.launcher import NotPicklable, WorkerFailure, launch
@@ -358,18 +358,6 @@ def test_an_error_in_a_callback_ends_the_run(where: str) -> None:
     with pytest.raises(OwnError, match="mine"):
         launch(wait_for_ever, 2, deadline_s=LIMIT_S, **callback)
     assert_nothing_runs()
-
-
-def leaves_files(communicator: Communicator, folder: str) -> None:
-    """Named as torch and the CUDA driver name theirs; and others'."""
-    for name in f"torch_{os.getpid()}_1_2", f"cuda.shm.0.{os.getpid():x}.1", f"cuda.shm.0.{os.getpid() + 1000:x}.1":
-        Path(folder, name).touch()
-
-
-def test_what_workers_leave_in_shared_memory_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_process, "SHARED_MEMORY", tmp_path)
-    launch(leaves_files, 2, str(tmp_path))
-    assert [path.name.startswith("cuda.shm.0.") for path in tmp_path.iterdir()] == [True, True]  # the others'
 
 
 def test_a_start_that_fails_half_way_ends_those_that_were_started(monkeypatch: pytest.MonkeyPatch) -> None:

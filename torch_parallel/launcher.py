@@ -239,8 +239,6 @@ class _Run:
             multiprocessing.connection.wait([handle for process in waiting for handle in process.handles], TICK_S)
             self._listen(waiting)
             self._check(waiting)
-            for process in waiting:
-                process.look()
             if self.on_tick is not None and time.monotonic() >= next_tick_s:
                 next_tick_s = time.monotonic() + TICK_S
                 self.on_tick(self.board)
@@ -278,6 +276,7 @@ class _Run:
             raise self._failure(failed, f"{''.join(stopped)}rank {failed.rank} failed: {error.headline}")
         self._check_calls(older_than_s=LAST_CALLS_S)
         for process in waiting:
+            process.look()
             if not process.finished and process.is_orphan():
                 raise self._failure(process, FORK_SERVER_DIED)
             silent_s = self.board.read(process.rank).silent_s
