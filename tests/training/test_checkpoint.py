@@ -263,7 +263,7 @@ def test_settings_that_change_on_resuming_are_said(tmp_path: Path, capsys: pytes
     trained = run(config(tmp_path, "ring_all_reduce", epochs=1, checkpoint_every=7, lr=0.1))
     again = config(tmp_path, "ring_all_reduce", epochs=2, resume=trained.folder, not_finite="skip")
     train(dataclasses.replace(again, batch_size=20), make_model=Regularised)
-    assert "; changed: batch_size 16 -> 20, lr 0.1 -> 0.005, not_finite stop -> skip" in capsys.readouterr().out
+    assert "; changed: batch_size 16 -> 20, lr 0.1 -> 0.004, not_finite stop -> skip" in capsys.readouterr().out
     train(config(tmp_path, "ring_all_reduce", epochs=2, resume=trained.folder, lr=0.1), make_model=Regularised)
     assert "changed" not in capsys.readouterr().out
 

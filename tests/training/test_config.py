@@ -103,12 +103,12 @@ def test_defaults() -> None:
     assert parse("--batch_size", "64").batch_size_on("digits") == 64
     assert (config.epochs_on("mnist"), config.epochs_on("digits")) == (3, 10)
     assert parse("--epochs", "2").epochs_on("digits") == 2
-    for dataset, rates in (("mnist", [0.02, 0.001, 0.001]), ("digits", [0.005, 0.001, 0.001])):
+    for dataset, rates in (("mnist", [0.02, 0.001, 0.001]), ("digits", [0.004, 0.001, 0.001])):
         by_default = [parse("--optimizer", name) for name in ("sgd", "adam", "adamw")]
         assert [config.learning_rate_on(dataset) for config in by_default] == rates
     assert parse("--optimizer", "adam", "--lr", "0").learning_rate_on("digits") == 0
     given = config.on_dataset("digits")
-    assert (given.epochs, given.batch_size, given.lr) == (10, 16, 0.005) and given.on_dataset("mnist") == given
+    assert (given.epochs, given.batch_size, given.lr) == (10, 16, 0.004) and given.on_dataset("mnist") == given
 
 
 def test_values_arrive_with_their_types() -> None:

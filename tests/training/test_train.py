@@ -130,6 +130,12 @@ def test_training_on_digits(strategy: str, run: Callable[..., TrainingRun]) -> N
     assert (predicted == dataset.test_targets).double().mean().item() == trained.test_accuracy
 
 
+@pytest.mark.parametrize(("model", "seed"), [("cnn", 1), ("cnn", 2), ("mlp", 0)])
+def test_digits_are_learnt_by_default_whatever_the_seed(model: str, seed: int, run: Callable[..., TrainingRun]) -> None:
+    trained = run(2, model=model, seed=seed)
+    assert trained.history[0]["test_accuracy"] > 0.8 and trained.test_accuracy >= 0.95
+
+
 @every_strategy
 def test_the_same_run_gives_the_same_bits_again(strategy: str, run: Callable[..., TrainingRun]) -> None:
     """Twice in one process, with several buckets and another seed in between."""

@@ -244,3 +244,18 @@ def test_torchvision_and_sklearn_are_imported_only_where_needed() -> None:
     )
     root = Path(workloads.__file__).parents[2]
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=root)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_layers_before_a_relu_keep_the_variance_of_their_inputs(name: str) -> None:
+    """He's rule: the weights have the variance 2 / inputs of a unit, so a standard deviation of sqrt(2 / inputs)."""
+    torch.manual_seed(0)
+    checked = 0
+    for parameter, value in build_model(name, (3, 32, 32), 10).named_parameters():
+        if parameter.endswith("bias"):
+            assert not value.any(), parameter
+        elif value.numel() >= 2000:  # of 2,000 uniform draws the deviation is known to 1 %, in one of 20 to less
+            expected = (2 / value[0].numel()) ** 0.5
+            assert abs(value.std().item() / expected - 1) < 0.04, parameter
+            checked += 1
+    assert checked >= 2

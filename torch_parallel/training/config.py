@@ -25,7 +25,7 @@ NOT_FINITE = ("stop", "skip")
 DTYPES = ("float32", "float64")
 PRECISIONS = ("full", "bf16")
 DEFAULT_EPOCHS, DEFAULT_BATCH_SIZE = 3, 64
-DEFAULTS_OF: dict[str, dict[str, Any]] = {"digits": {"epochs": 10, "batch_size": 16, "lr": {"sgd": 0.005}}}
+DEFAULTS_OF: dict[str, dict[str, Any]] = {"digits": {"epochs": 10, "batch_size": 16, "lr": {"sgd": 0.004}}}
 """Other defaults of data sets, by name. Digits has few samples: an epoch makes more steps, and smaller ones."""
 _DIGITS = DEFAULTS_OF["digits"]
 DEVICES = ("auto", "cpu", "cuda")

@@ -27,7 +27,7 @@ def mlp(image_shape: ImageShape, class_count: int) -> nn.Module:
     (C*H*W + 1) * 256 + 257 * 128 + 129 * class_count parameters.
     """
     channels, height, width = image_shape
-    return nn.Sequential(
+    model = nn.Sequential(
         nn.Flatten(),
         nn.Linear(channels * height * width, 256),
         nn.ReLU(),
@@ -35,6 +35,8 @@ def mlp(image_shape: ImageShape, class_count: int) -> nn.Module:
         nn.ReLU(),
         nn.Linear(128, class_count),
     )
+    _initialise_for_relu(model)
+    return model
 
 
 def cnn(image_shape: ImageShape, class_count: int) -> nn.Module:
