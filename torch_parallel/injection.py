@@ -26,8 +26,8 @@ from torch_parallel.training.loop import Job, Trainer
 from torch_parallel.training.run import train
 
 FAULTS = {
-    "worker": ("killed", "stopped", "raised", "exited"),
-    "server": ("killed", "stopped", "raised", "exited"),
+    "worker": ("killed", "stopped", "raised", "exited", "returned"),
+    "server": ("killed", "stopped", "raised", "exited", "returned"),
     "launcher": ("killed", "stopped", "raised", "exited", "interrupted", "terminated"),
     "fork server": ("killed", "stopped"),  # it runs no code of ours that could raise or exit
     "everyone": ("killed",),
@@ -131,8 +131,16 @@ def faulty_worker(communicator: Communicator, job: Job, plan: Plan) -> dict[str,
             return before
 
         communicator.status.phase = phase  # type: ignore[assignment,method-assign]
-        phase(STARTING)
-    return Trainer(communicator, job).run()
+    try:
+        if trap is not None:
+            communicator.status.phase(STARTING)
+        return Trainer(communicator, job).run()
+    except _ReturnsEarly:
+        return {"events": []}
+
+
+class _ReturnsEarly(BaseException):
+    """Takes a rank out of its training as if its function had ended, whatever catches errors on the way."""
 
 
 class _Trap:
@@ -147,8 +155,10 @@ class _Trap:
         if self.left == 0:
             self.left = -1
             plan = self.plan
-            if plan.process in ("worker", "server") and plan.fault in ("raised", "exited"):
+            if plan.process in ("worker", "server") and plan.fault in ("raised", "exited", "returned"):
                 _note(plan)
+                if plan.fault == "returned":
+                    raise _ReturnsEarly
                 if plan.fault == "exited":
                     os._exit(0)
                 raise RuntimeError("injected fault")

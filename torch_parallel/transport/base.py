@@ -308,7 +308,8 @@ class Transport(ABC):
         """The error of a wait, `in_call` where that has a number."""
         if isinstance(timeout, PeerIsOver):
             what = f"in call {self._calls.number}, {doing}" if in_call else f"({doing})"
-            error = TransportError(f"{timeout}, and rank {self.rank} waits for it {what}", secondhand=timeout.raised)
+            text = f"{timeout}, and rank {self.rank} waits for {timeout.whom} {what}"
+            error = TransportError(text, secondhand=timeout.raised)
         else:
             error = TransportError(f"rank {self.rank}, {doing}: {timeout}")
         return self._calls.told(error)

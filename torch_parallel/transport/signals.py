@@ -58,6 +58,7 @@ class PeerIsOver(WaitTimeout):
         has = "has" if len(peers) == 1 else "have all"
         super().__init__(f"{_named(peers)} {has} {'raised an error' if raised else 'returned'}")
         self.raised = raised
+        self.whom = "it" if len(peers) == 1 else "them"
 
 
 def silence(peers: list[int], waited_s: float) -> str:
