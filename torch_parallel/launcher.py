@@ -327,7 +327,7 @@ class _Run:
             lines.append(f"  {self.board.read(process.rank)}{stopped}")
             if process.error is None or process is culprit:
                 continue
-            if not (cause_is_known and process.error.secondhand):  # else it tells nothing new
+            if not (cause_is_known and process.error.says_nothing_new):
                 lines.append(f"    it said: {process.error.headline}")
         if culprit.error is not None and culprit.error.traceback:
             lines += ["", culprit.error.traceback.rstrip()]

@@ -21,6 +21,8 @@ class Failure(NamedTuple):
     """Empty where the headline says all: what a user's numbers have brought about is in no line of code."""
     secondhand: bool
     """Whether it may only be what another rank's failure looks like from this one."""
+    says_nothing_new: bool = False
+    """Whether it says only that another rank has failed."""
 
 
 class Outbox:

@@ -73,9 +73,10 @@ def main(assignment: Assignment) -> None:
         status.is_over(RETURNED)
         exit_code = 0
     except BaseException as error:  # sys.exit() too: whatever its code, the worker has not returned a result
-        secondhand = getattr(error, "secondhand", False) or _is_of_a_group(error)
+        of_a_peer = _is_of_a_group(error) or getattr(error, "of_a_peer", False)
+        secondhand = of_a_peer or getattr(error, "secondhand", False)
         trace = "" if getattr(error, "headline_suffices", False) else traceback.format_exc()
-        assignment.outbox.send("error", Failure(_headline(error), trace, secondhand))
+        assignment.outbox.send("error", Failure(_headline(error), trace, secondhand, of_a_peer))
         if status is not None:
             status.is_over(RAISED)
     finally:

@@ -309,7 +309,7 @@ class Transport(ABC):
         if isinstance(timeout, PeerIsOver):
             what = f"in call {self._calls.number}, {doing}" if in_call else f"({doing})"
             text = f"{timeout}, and rank {self.rank} waits for {timeout.whom} {what}"
-            error = TransportError(text, secondhand=timeout.raised)
+            error = TransportError(text, timeout.raised, timeout.raised)
         else:
             error = TransportError(f"rank {self.rank}, {doing}: {timeout}")
         return self._calls.told(error)

@@ -39,15 +39,16 @@ ADVICE = "all ranks must call the same operations in the same order"
 class TransportError(RuntimeError):
     """A wait that reached its deadline or has nobody to wait for, or ranks that do not call the same things.
 
-    `secondhand`: see mailbox.Failure.
+    `secondhand`: see mailbox.Failure; `of_a_peer` where all it says is that a peer has raised an error.
     """
 
-    def __init__(self, message: str, secondhand: bool = True) -> None:
+    def __init__(self, message: str, secondhand: bool = True, of_a_peer: bool = False) -> None:
         super().__init__(message)
         self.secondhand = secondhand
+        self.of_a_peer = of_a_peer
 
-    def __reduce__(self) -> tuple[type[TransportError], tuple[str, bool]]:
-        return type(self), (str(self), self.secondhand)
+    def __reduce__(self) -> tuple[type[TransportError], tuple[str, bool, bool]]:
+        return type(self), (str(self), self.secondhand, self.of_a_peer)
 
 
 def at_most(limit: int, text: str) -> str:
