@@ -88,41 +88,43 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._reduced_module(thing)
         if isinstance(thing, type | types.FunctionType | TypeVar | functools._lru_cache_wrapper):
             module = sys.modules.get(getattr(thing, "__module__", None) or "")
-            if module is not None and not found_by_name(module.__name__, self._found):
-                return self._by_value(thing, module)
+            if module is None:
+                return self._with_place(thing, None, self._reduced(thing))
+            if not found_by_name(module.__name__, self._found):
+                return self._with_place(thing, module, self._reduced_by_value(thing, module))
+            return self._with_place(thing, None, super().reducer_override(thing))
         return super().reducer_override(thing)
 
-    def _by_value(self, thing: Any, module: types.ModuleType) -> Any:
-        if isinstance(thing, functools._lru_cache_wrapper):
-            reduced: Any = _cached, (thing.__wrapped__, thing.cache_parameters())
-        else:
-            reduced = self._reduced_by_value(thing, module)
-        if not isinstance(reduced, tuple):  # cloudpickle knows a name for it, as for type(None)
+    def _with_place(self, thing: Any, module: types.ModuleType | None, reduced: Any) -> Any:
+        """How it is made again, and that it then belongs into its module; a class that is known there stays."""
+        if not isinstance(reduced, tuple):
             return reduced
         make, arguments, *rest = reduced
-        if isinstance(thing, type):
+        if isinstance(thing, type) and len(rest) == 4 and rest[3] is not None:
             _known.add(thing)
-            if len(rest) == 4 and rest[3] is not None:
-                rest[0], rest[3] = (rest[3], rest[0]), _filled
+            rest[0], rest[3] = (rest[3], rest[0]), _filled
         name = getattr(thing, "__qualname__", thing.__name__)
-        if getattr(module, name, None) is thing:
+        if module is not None and getattr(module, name, None) is thing:
             return self._place, (module.__name__, name, make, arguments), *rest
         return make, arguments, *rest
 
+    def _reduced(self, thing: Any) -> Any:
+        if isinstance(thing, functools._lru_cache_wrapper):  # without what it remembers
+            return _cached, (thing.__wrapped__, thing.cache_parameters())
+        if isinstance(thing, TypeVar):
+            return cloudpickle.Pickler.dispatch_table[TypeVar](thing)
+        return super().reducer_override(thing)
+
     def _reduced_by_value(self, thing: Any, module: types.ModuleType) -> Any:
         """What cloudpickle makes of it, told for this moment that its module is not to be named."""
-        if isinstance(thing, TypeVar):
-            reduce: Callable[[Any], Any] = cloudpickle.Pickler.dispatch_table[TypeVar]
-        else:
-            reduce = super().reducer_override
         if module.__name__ == "__main__" or sys.modules.get(module.__name__) is not module:
-            return reduce(thing)
+            return self._reduced(thing)
         with _registering:
             if module.__name__ in cloudpickle.list_registry_pickle_by_value():
-                return reduce(thing)
+                return self._reduced(thing)
             cloudpickle.register_pickle_by_value(module)
             try:
-                return reduce(thing)
+                return self._reduced(thing)
             finally:
                 cloudpickle.unregister_pickle_by_value(module)
 
@@ -130,6 +132,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         name = module.__name__
         if name in _SCRIPTS or (sys.modules.get(name) is module and found_by_name(name, self._found)):
             return importlib.import_module, (name,)
+        parent, _, last = name.rpartition(".")
+        if parent and found_by_name(parent, self._found) and getattr(sys.modules[parent], last, None) is module:
+            return getattr, (sys.modules[parent], last)
         content = {
             key: value
             for key, value in vars(module).items()

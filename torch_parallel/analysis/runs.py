@@ -76,7 +76,7 @@ class DamagedResults(ValueError):
         super().__init__(f"{file}: {what}; restore it, or remove its folder and measure again")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return copyreg.__newobj__, (type(self), *self.args)  # type: ignore[attr-defined]
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class NotMade(ValueError):
@@ -87,7 +87,7 @@ class NotMade(ValueError):
         super().__init__(f"{what} cannot be made of the results ({why}): restore those files that were changed")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return copyreg.__newobj__, (type(self), *self.args)  # type: ignore[attr-defined]
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class Record(dict[str, Any]):
