@@ -271,6 +271,7 @@ class _Run:
             self._gather_last_words()
             if self._cause()[1].secondhand:  # a peer sees that a connection has closed before a process has ended
                 self._check_alive(waiting)
+                self._check_calls(older_than_s=0.0)
             stopped = [f"rank {process.rank} is stopped; " for process in waiting if process.is_stopped()]
             failed, error = self._cause()
             raise self._failure(failed, f"{''.join(stopped)}rank {failed.rank} failed: {error.headline}")

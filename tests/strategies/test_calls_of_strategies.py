@@ -61,6 +61,27 @@ def test_a_rank_that_steps_once_less(name: str) -> None:
     )
 
 
+def test_a_rank_that_steps_once_less_under_ddp() -> None:
+    """Gloo only says that a connection was closed."""
+    line = first_line(steps_once_less, 2, "ddp")
+    step = "begin a step of DistributedDataParallel"
+    assert re.match(
+        rf"rank 1 has returned after \d+ calls, and rank 0 made \d+ calls: call \d+ of rank 0 was to {step}", line
+    )
+
+
+def test_a_step_of_ddp_against_an_all_reduce() -> None:
+    def work(c: Communicator) -> None:
+        strategy = make_strategy(c, "ddp")
+        if c.rank == 0:
+            c.all_reduce(torch.ones(3))
+        else:
+            step(strategy)
+
+    line = first_line(work, 2)
+    assert "wants to all_reduce 3 elements" in line and "wants to begin a step of DistributedDataParallel" in line
+
+
 def steps_in_another_order(c: Communicator, name: str) -> None:
     strategies = [make_strategy(c, name) for _ in range(2)]
     for strategy in strategies if c.rank == 0 else reversed(strategies):

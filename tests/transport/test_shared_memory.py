@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -251,6 +252,7 @@ def test_where_stores_are_ordered(monkeypatch: pytest.MonkeyPatch, machine: str,
 
 @pytest.mark.parametrize("pipes", [False, True])
 def test_wiring_gives_everything_back(pipes: bool) -> None:
+    gc.collect()  # what other tests have left
     before = open_descriptors()
     wiring = Wiring.create(5, pipes)
     assert open_descriptors() == before + 1 + (10 if pipes else 0)

@@ -122,6 +122,10 @@ class DistributedDataParallelStrategy(Builtin):
         self.loss_factor = float(communicator.world_size)  # it takes the mean over the ranks
         self._steps = self.exchange_samples = 0
 
+    def begin_step(self) -> None:
+        self.transport.count_call("begin a step of DistributedDataParallel")
+        super().begin_step()
+
     def synchronising(self, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if last else cast(AbstractContextManager[None], self.ddp.no_sync())
 

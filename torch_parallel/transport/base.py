@@ -123,9 +123,7 @@ class Transport(ABC):
         self.settle()
         text = at_most(TEXT_LIMIT, text)
         if numbered:
-            signature = signature_of(text)
-            self._calls.say(signature, text)
-            self._calls.enter(signature)
+            self._calls.enter(self._calls.say(signature_of(text), text))
         for peer in self._peers:
             self._signals.post(READY, peer)
         for peer in self._peers:
@@ -137,12 +135,17 @@ class Transport(ABC):
         """As `agree`, before an operation on a buffer that was used before: what is only enqueued is not waited for."""
         self.agree(text)
 
+    def count_call(self, text: str) -> None:
+        """Numbers a call that goes other ways than this transport's. Waits for nobody; else raises as `agree` does."""
+        text = at_most(TEXT_LIMIT, text)
+        self._calls.enter(self._calls.say(signature_of(text), text))
+        self._calls.compare()
+
     def _begin(self, collective: Collective, buffer: SharedBuffer, purpose: str, numbered: bool) -> Plan:
         """The first call that performs something for this purpose begins, and then its memory is made."""
         what = f"perform {collective.name} on {buffer.local.numel()} elements of {buffer.local.dtype}"
         text = at_most(TEXT_LIMIT, f"{what} in buffer {buffer.number}" + (f" ({purpose})" if purpose else ""))
-        signature = signature_of(text) ^ schedule_signature(collective, self.world_size)
-        self._calls.say(signature, text)
+        signature = self._calls.say(signature_of(text) ^ schedule_signature(collective, self.world_size), text)
         if numbered:
             self._calls.enter(signature)
         plan = self._plan(collective, buffer)

@@ -195,15 +195,16 @@ class Calls:
         """Of the present call, or of the last one."""
         return ((self._lap >> 32) - 1) * SLOTS + self._place
 
-    def say(self, signature: int, text: str) -> None:
-        """Lets the peers read what calls of this signature are: `text`, of at most TEXT_LIMIT bytes."""
+    def say(self, signature: int, text: str) -> int:
+        """Lets the peers read what calls of this signature are: `text`, of at most TEXT_LIMIT bytes. Returns it."""
         if signature in self._texts:
-            return
+            return signature
         if len(self._texts) == TEXTS:
             del self._texts[next(iter(self._texts))]
         self._texts[signature] = None
         self.board.write_text(self._rank, self._texts_written % TEXTS, signature, text)
         self._texts_written += 1
+        return signature
 
     def enter(self, signature: int) -> None:
         """Begins the next call."""

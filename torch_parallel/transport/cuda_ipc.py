@@ -375,7 +375,7 @@ class CudaIpcTransport(Transport):
         if failure is not None:
             self._watchdog.failure = failure  # the first one stays
             self._told = True
-            raise self._calls.told(TransportError(f"rank {self.rank}, {failure}"))
+            raise TransportError(f"rank {self.rank}, {failure}")
 
     def _allocate_together(self, count: int, numel: int, dtype: torch.dtype, what: str, numbered: bool) -> list[Tensor]:
         self.agree(what, numbered=numbered)  # before memory is exchanged, not only after
