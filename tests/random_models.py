@@ -113,7 +113,7 @@ def _replaced_buffer(model: Mixed, h: Tensor) -> Tensor:
 
 def _kept_table(model: Mixed, h: Tensor) -> Tensor:
     if model.table is None or len(model.table) < len(h):
-        model.table = torch.ones(len(h), 1, dtype=h.dtype)
+        model.table = h.new_ones(len(h), 1)
     return h * model.table[: len(h)]
 
 
@@ -150,7 +150,7 @@ def _alias(model: Mixed) -> None:
 
 def _late(model: Mixed, h: Tensor) -> Tensor:
     if model.late is None:
-        model.late = nn.Linear(WIDTH, WIDTH).to(h.dtype)
+        model.late = nn.Linear(WIDTH, WIDTH).to(h)
     return model.late(h)
 
 

@@ -253,6 +253,8 @@ class _Run:
                         self.on_message(process.rank, content)
                 elif kind == "error":
                     process.error = content
+                elif kind == "files":
+                    process.files |= content
                 else:
                     process.result = content
                     process.finished = True

@@ -63,6 +63,8 @@ def main(assignment: Assignment) -> None:
         seed_all(assignment.seeds, assignment.rank)
         status = assignment.wiring.status_board().reporter(assignment.rank)
         communicator = _communicator(assignment)
+        if communicator.device.type == "cuda":  # it may be killed before the launcher has looked for itself
+            assignment.outbox.send("files", shm_files.held_by(os.getpid()))
         adopt(pickling.loads(assignment.collectives))
         function, arguments = pickling.loads(assignment.call)
         communicator.status.phase(COMPUTING)

@@ -50,7 +50,7 @@ class WorkerProcess:
         self.result: Any = None
         self.finished = False
         self.finished_s = 0.0
-        self._files: set[shm_files.Seen] = set()
+        self.files: set[shm_files.Seen] = set()  # in /dev/shm, that it was seen to hold
         self._next_look_s = time.monotonic() + LOOK_S
         # A pidfd names this very process even after its number is used again, and does not depend on the fork server.
         self.pidfd: int | None = None
@@ -76,13 +76,13 @@ class WorkerProcess:
         """Notices which files it has in /dev/shm, once in LOOK_S."""
         if time.monotonic() >= self._next_look_s:
             self._next_look_s = time.monotonic() + LOOK_S
-            self._files |= shm_files.held_by(self.process.pid)
+            self.files |= shm_files.held_by(self.process.pid)
 
     def kill(self, with_all_below: bool = False) -> None:
         """What it has started is killed by the fork server, or here where that has died."""
         if with_all_below:
             self._kill_what_is_below()
-        self._files |= shm_files.held_by(self.process.pid)
+        self.files |= shm_files.held_by(self.process.pid)
         with contextlib.suppress(ProcessLookupError):
             if self.pidfd is not None:
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
@@ -106,7 +106,7 @@ class WorkerProcess:
         self.inbox.close()
         if self.pidfd is not None:
             os.close(self.pidfd)
-        shm_files.remove(self._files)
+        shm_files.remove(self.files)
         with contextlib.suppress(ValueError):  # where it could not be killed, its end is waited for no longer
             self.process.close()
 

@@ -229,6 +229,11 @@ class Calls:
                 if difference is not None:
                     raise self.told(TransportError(difference, secondhand=False))
 
+    @property
+    def is_told(self) -> bool:
+        """Whether this rank has been told of an error."""
+        return self.board.is_told(self._rank)
+
     def told(self, error: TransportError) -> TransportError:
         """The error, with a note that this rank has been told of one."""
         self.board.tell(self._rank)

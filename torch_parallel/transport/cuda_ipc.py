@@ -287,7 +287,6 @@ class CudaIpcTransport(Transport):
         self.performer = performer
         """One of PERFORMERS; may be changed between calls, on all ranks."""
         self._watchdog = Watchdog(signals)
-        self._told = False
 
     def _make_triton(self, deadline_s: float) -> TritonPerformer:
         from torch_parallel.transport.triton_performer import FLAGS_PER_PEER, TritonPerformer
@@ -351,7 +350,7 @@ class CudaIpcTransport(Transport):
     def leave(self) -> None:
         """This GPU's memory goes with the process: not before peers have read the last of it. Raises TransportError for
         a wait that failed, for what streams did since then is wrong, unless a call has raised it before."""
-        if not self._told:
+        if not self._calls.is_told:
             self.settle()
             self.synchronize()
 
@@ -374,8 +373,7 @@ class CudaIpcTransport(Transport):
                 failure = self._stream_signals.who_gave_up()
         if failure is not None:
             self._watchdog.failure = failure  # the first one stays
-            self._told = True
-            raise TransportError(f"rank {self.rank}, {failure}")
+            raise self._calls.told(TransportError(f"rank {self.rank}, {failure}"))
 
     def _allocate_together(self, count: int, numel: int, dtype: torch.dtype, what: str, numbered: bool) -> list[Tensor]:
         self.agree(what, numbered=numbered)  # before memory is exchanged, not only after
