@@ -24,7 +24,6 @@ from torch_parallel.files import fill_closed_streams
 from torch_parallel.forked import ForkedWorker, ForkServer, ctrl_c_masked, is_stopped, tracker_fd
 
 PRELOAD = [
-    "torch_parallel.huge_pages",  # before torch
     "torch_parallel.worker",
     "torch_parallel.training.loop",
     "torch_parallel.preflight",

@@ -101,15 +101,26 @@ class ForkServer:
         worker = ForkedWorker(self)
         try:
             with worker.ask(self._control) as channel:
+                channel.settimeout(deadline_s)
+                self._send(channel, data, fds)
                 self._wait_for(worker.sentinel, deadline_s)
                 worker.begun(read_number(worker.sentinel))
-                channel.settimeout(deadline_s)
-                with contextlib.suppress(ConnectionError):  # it has ended already: whoever listens to it learns how
-                    parcel.send(channel, data, fds)
         except BaseException:
             worker.close()  # one of which nobody has the number ends by that
             raise
         return worker
+
+    def _send(self, channel: socket.socket, data: bytes, fds: list[int]) -> None:
+        """Before anything is heard of the worker, so that it need not wait for it."""
+        try:
+            with contextlib.suppress(
+                ConnectionError
+            ):  # the server has died, or the worker, and who listens learns that
+                parcel.send(channel, data, fds)
+        except TimeoutError:
+            if not is_stopped(self.pid):
+                raise
+            self.kill()
 
     def _wait_for(self, fd: int, deadline_s: float) -> None:
         """For its answer. A server that is found stopped by the deadline is killed, and that hangs up."""

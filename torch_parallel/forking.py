@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import gc
 import json
 import multiprocessing
 import multiprocessing.resource_tracker
@@ -31,7 +32,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from torch_parallel import parcel
+from torch_parallel import huge_pages, parcel
 from torch_parallel.lifeline import end_with_pipe, wake_with_pipe
 from torch_parallel.parcel import Descriptor
 
@@ -43,6 +44,7 @@ CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 """Commands that remove what other processes leave in shared memory, and end by themselves after these."""
 
 _PR_SET_CHILD_SUBREAPER = 36
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
 
 
 @dataclass
@@ -64,7 +66,9 @@ class Start:
 def main(control_fd: int, lifeline_fd: int, preload: list[str]) -> NoReturn:
     """Runs the server until the launcher's end of the socket `control_fd` closes."""
     end_with_pipe(lifeline_fd)  # while it imports, nothing is below it
+    huge_pages.ask_for_them()
     read = _imported(preload)
+    gc.freeze()  # else a worker's first collections look at all of torch, and so copy the pages that it lies in
     _adopt_orphans()
     server = _Server(socket.socket(fileno=control_fd), lifeline_fd)
     wake_with_pipe(lifeline_fd)
@@ -102,7 +106,8 @@ def _imported(preload: list[str]) -> set[str]:
 
 def _adopt_orphans() -> None:
     """Makes this process the parent of what its descendants leave behind."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    assert _prctl is not None
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class _Server:

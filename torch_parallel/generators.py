@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import random
+import sys
 
 import numpy
 import torch
+
+_GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""Of NVIDIA's driver, of WSL's and of AMD's: where none is, there is no GPU that torch.cuda could use."""
 
 _launches = itertools.count(1)
 
@@ -25,4 +30,7 @@ def seed_all(seeds: tuple[int, ...], rank: int) -> None:
     digest = hashlib.sha256(repr((*seeds, rank)).encode()).digest()
     random.seed(digest)
     numpy.random.seed(numpy.frombuffer(digest, dtype=numpy.uint32))
-    torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    number = int.from_bytes(digest[:8], "little", signed=True)
+    torch.default_generator.manual_seed(number)
+    if sys.platform != "linux" or any(map(os.path.exists, _GPU_FILES)):
+        torch.manual_seed(number)  # of all devices: takes milliseconds to note where it was called, for errors

@@ -1,4 +1,4 @@
-"""Imported by the fork server before torch: asks torch to take large tensors in huge pages, where the kernel has them.
+"""Asks torch to take large tensors in huge pages, where the kernel has them: in the fork server, before torch is there.
 
 The memory of a large tensor is given back as soon as it is freed, so each backward pass takes pages for its gradients
 anew: in steps of 4 kB that was a third of a backward pass of 25 million parameters, in steps of 2 MB it is hardly
@@ -13,6 +13,3 @@ import os
 def ask_for_them() -> None:
     """Unless the user has said something else. torch looks when it takes memory for the first time."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-
-ask_for_them()

@@ -8,7 +8,6 @@ refuses to tell, is left alone.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import locale
 import multiprocessing
 import os
@@ -106,6 +105,9 @@ def _read(setting: Setting) -> tuple[Any, ...]:
     return ()
 
 
+_SETTINGS = _settings()
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """Of one process at one moment."""
@@ -125,7 +127,7 @@ class Surroundings:
     @classmethod
     def here(cls) -> Surroundings:
         """Those of this process. Nothing is changed by looking."""
-        settings = {name: _read(setting) for name, setting in _settings().items()}
+        settings = {name: _read(setting) for name, setting in _SETTINGS.items()}
         return cls(
             environment=dict(os.environb),
             folder=_folder(),
@@ -145,7 +147,9 @@ class Surroundings:
             os.chdir(self.folder)
         sys.path[:] = self.path
         pickling.work_below(self.path)
-        importlib.invalidate_caches()
+        for folder in self.path:  # one that has been made since the server looked for it
+            if sys.path_importer_cache.get(folder, folder) is None:
+                del sys.path_importer_cache[folder]
         sys.argv[:] = self.arguments
         if self.umask is not None:
             os.umask(self.umask)
@@ -157,10 +161,10 @@ class Surroundings:
             if now != soft:
                 with contextlib.suppress(OSError, ValueError):
                     resource.setrlimit(limit, (soft, hard))
-        for name, setting in _settings().items():
-            if name in self.settings and _read(setting) != (self.settings[name],):
+        for name, value in self.settings.items():
+            if _read(_SETTINGS[name]) != (value,):
                 with contextlib.suppress(Exception):
-                    setting[1](self.settings[name])
+                    _SETTINGS[name][1](value)
         _filter_warnings(pickling.loads(self.warning_filters))
 
     def _set_environment(self) -> None:
