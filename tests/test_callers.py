@@ -22,6 +22,7 @@ import pytest
 import torch
 from fork_servers import fork_server_pid
 
+from torch_parallel import Dataset, RunConfig, train
 from torch_parallel.communicator import Communicator
 from torch_parallel.launcher import launch
 
@@ -227,6 +228,31 @@ def test_collectives_under_the_callers_defaults(as_before: None) -> None:
     first, second = launch(work, 2, shared=shared, deadline_s=LIMIT_S)
     assert first == [[3.0] * 3, [[1.0] * 3, [2.0] * 3], [{"rank": 0}, {"rank": 1}]]
     assert second == [*first[:2], None]
+
+
+def make_model() -> torch.nn.Module:
+    """It says itself of which type and where it is."""
+    layers = [torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)]
+    model = torch.nn.Sequential(*(layer.to_empty(device="cpu").float() for layer in layers))
+    for number, values in enumerate(model.state_dict().values(), start=1):
+        values.copy_(torch.arange(1, values.numel() + 1, device="cpu").view(values.shape) / (7 * number))
+    return model
+
+
+def test_training_under_the_callers_defaults_gives_the_same(as_before: None, tmp_path: Path) -> None:
+    """And starts no CUDA."""
+    inputs = torch.linspace(-1, 1, 120).view(20, 6)
+    targets = torch.arange(20) % 3
+    data = Dataset("own", inputs, targets, inputs, targets, 3, (0.0,), (1.0,), "made up")
+    config = RunConfig(n_gpus=2, device="cpu", batch_size=8, epochs=2, lr=0.1, results_dir=str(tmp_path))
+    weights = []
+    for changed in (False, True):
+        if changed:
+            torch.set_default_dtype(torch.float64)
+            torch.set_default_device("meta")
+        weights.append(train(config, make_model=make_model, dataset=data, verbose=False).weights)
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not torch.cuda.is_initialized()
 
 
 # ---- the caller stays as it was ----

@@ -142,7 +142,7 @@ class Bucket:
             self._marks.fill_(1.0)  # a GPU fills them by itself; anything else it has to be sent
         else:
             marks = [float(position in self._used) for position in range(len(self.parameters))]
-            self._marks.copy_(torch.tensor(marks, dtype=self.flat.dtype))
+            self._marks.copy_(torch.tensor(marks, dtype=self.flat.dtype, device="cpu"))
         if self.staged:
             self.shared.local.copy_(self.flat)
 

@@ -123,7 +123,7 @@ class _Answers:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self.on_device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        self.on_host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=on_gpu)
+        self.on_host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=on_gpu, device="cpu")
         self._arrival = torch.cuda.Event() if on_gpu else None
         self.sent = False
         """Whether there is something to read."""

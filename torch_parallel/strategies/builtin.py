@@ -178,7 +178,7 @@ def exposed_exchange_s(ddp: DistributedDataParallel) -> float:
 
 def _meet(communicator: Communicator, deadline: timedelta) -> TCPStore:
     """Rank 0 opens a free port of the loopback and tells the others."""
-    port = torch.zeros((), dtype=torch.int64)
+    port = torch.zeros((), dtype=torch.int64, device="cpu")
     store = None
     if communicator.rank == 0:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=deadline)

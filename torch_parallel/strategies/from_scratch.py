@@ -162,7 +162,7 @@ class FromScratch(Strategy):
         Which order that is changes no bit, but how much of the exchange lies beside backward.
         """
         with self._exchanging():
-            buffer.local.copy_(torch.tensor(self._pipeline.places, dtype=torch.float32))
+            buffer.local.copy_(torch.tensor(self._pipeline.places, dtype=torch.float32, device="cpu"))
             sums = self.transport.perform(RING_ALL_REDUCE, buffer, "the order of buckets")
             self._pipeline.leave_in_order_of(sums.tolist())
 

@@ -158,7 +158,7 @@ def check_replicas(model: nn.Module, communicator: Communicator) -> None:
     Buffers are not compared: BatchNorm's are each worker's own.
     """
     names = [name for name, _ in model.named_parameters()]
-    table = communicator.all_ranks(torch.tensor([_hash(parameter) for parameter in model.parameters()]))
+    table = communicator.all_ranks(torch.tensor([_hash(parameter) for parameter in model.parameters()], device="cpu"))
     for name, hashes in zip(names, table.t().tolist(), strict=True):
         if len(set(hashes)) > 1:
             groups = [[rank for rank, other in enumerate(hashes) if other == value] for value in dict.fromkeys(hashes)]

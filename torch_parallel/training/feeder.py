@@ -140,7 +140,7 @@ class CopyStream:
 
     def buffer(self, count: int, like: Tensor) -> Tensor:
         """Pinned memory for `count` rows of `like`: from other memory the host would wait for each copy."""
-        return torch.empty((count, *like.shape[1:]), dtype=like.dtype, pin_memory=True)
+        return torch.empty((count, *like.shape[1:]), dtype=like.dtype, pin_memory=True, device="cpu")
 
     def begin(self, tensors: list[Tensor]) -> tuple[list[Tensor], torch.cuda.Event]:
         """Copies on the GPU, begun, and the event that says that they are done: read nothing, and write into

@@ -262,7 +262,7 @@ class Trainer:
             test_loss, correct = self._evaluate()
         skipped = self.strategy.skipped_steps
         own = [self.loss_sum.item(), self.samples_seen, test_loss, correct, skipped, self.steps_done]
-        table = self.communicator.all_ranks(torch.tensor([*own, *spent.numbers()], dtype=torch.float64))
+        table = self.communicator.all_ranks(torch.tensor([*own, *spent.numbers()], dtype=torch.float64, device="cpu"))
         self.steps_done = int(table[:, len(own) - 1].max())  # a server that waits for nobody has made the most
         self._stop_if_most_were_skipped(int(table[:, 4].max()))
         record = Epoch(

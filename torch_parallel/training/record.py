@@ -55,10 +55,10 @@ class Served:
         if tally is None:
             return None
         numbers = [tally.updates, tally.dropped, tally.samples_lost, len(tally.staleness_counts)]
-        updates, dropped, samples_lost, length = communicator.broadcast(torch.tensor(numbers)).tolist()
-        counts = torch.zeros(length, dtype=torch.int64)
+        updates, dropped, samples_lost, length = communicator.broadcast(torch.tensor(numbers, device="cpu")).tolist()
+        counts = torch.zeros(length, dtype=torch.int64, device="cpu")
         if communicator.is_server:
-            counts += torch.tensor(tally.staleness_counts, dtype=torch.int64)
+            counts += torch.tensor(tally.staleness_counts, dtype=torch.int64, device="cpu")
         return cls(updates, dropped, samples_lost, communicator.broadcast(counts).tolist())
 
     @property

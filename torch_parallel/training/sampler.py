@@ -24,7 +24,7 @@ def step_count(sample_count: int, batch_size: int) -> int:
 def epoch_order(sample_count: int, seed: int, epoch: int) -> Tensor:
     """The epoch's permutation of 0..sample_count-1, int64 [sample_count]; epochs count from 1."""
     mixed = (seed * 1_000_003 + epoch) % 2**63  # another sequence for every epoch of every seed
-    return torch.randperm(sample_count, generator=torch.Generator().manual_seed(mixed))
+    return torch.randperm(sample_count, generator=torch.Generator("cpu").manual_seed(mixed), device="cpu")
 
 
 def batches(

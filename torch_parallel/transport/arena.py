@@ -93,7 +93,7 @@ class Arena:
         """A tensor on the bytes from `offset` on. It keeps the mapping alive."""
         numel = torch.Size(shape).numel()
         if numel == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(self.map(offset, numel * dtype.itemsize), dtype=dtype, count=numel).view(shape)
 
     def store(self, tensor: Tensor) -> int:

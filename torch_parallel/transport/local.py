@@ -94,6 +94,6 @@ class LocalTransport(Transport):
     def _allocate(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         with self._group.changed:
             if len(self._group.buffers) == self._shares:  # the first rank to get here makes them for all
-                self._group.buffers.append([torch.zeros(numel, dtype=dtype) for _ in range(count)])
+                self._group.buffers.append([torch.zeros(numel, dtype=dtype, device="cpu") for _ in range(count)])
         self._shares += 1
         return self._group.buffers[self._shares - 1]

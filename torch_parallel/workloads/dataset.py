@@ -118,8 +118,8 @@ class Dataset:
             return slice(None)
         if not 1 <= size <= count:
             raise DataError(f"{part}_size is {size}, but {self.name} has {count} {part} samples ({self.source})")
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randperm(count, generator=generator)[:size].sort().values
+        generator = torch.Generator("cpu").manual_seed(seed)
+        return torch.randperm(count, generator=generator, device="cpu")[:size].sort().values
 
 
 __all__ = ["DataError", "DataNotFound", "Dataset", "DatasetForm"]
