@@ -210,6 +210,29 @@ def test_output_goes_where_the_callers_goes_now(started: None, tmp_path: Path, c
     assert capfd.readouterr() == ("", "again\n")
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_standard_files_that_are_closed(tmp_path: Path, closed: str) -> None:
+    """Their numbers then stand for others, in which nothing may be printed."""
+    text = """
+    def work(communicator):
+        import torch
+        print("into nothing", flush=True)
+        print("into nothing", file=sys.stderr)
+        return communicator.all_reduce(torch.ones(2)).tolist()
+
+    if __name__ == "__main__":
+        with open("result", "w") as file:
+            file.write(str(launch(work, 2, deadline_s=30, signal_pipes=True)))
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(CALLER) + textwrap.dedent(text))
+    command = ["bash", "-c", f'"{sys.executable}" script.py {closed}']
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, (tmp_path / "result").read_text()) == (0, "[[2.0, 2.0], [2.0, 2.0]]")
+    assert done.stdout == ("" if ">&-" in closed.replace("2>&-", "") else "into nothing\n" * 2)
+    assert done.stderr == ("" if "2>&-" in closed else "into nothing\n" * 2)
+
+
 def test_collectives_under_the_callers_defaults(as_before: None) -> None:
     """What the package makes for itself has its own types and devices."""
 

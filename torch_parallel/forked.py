@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -46,21 +47,24 @@ class ForkServer:
         self._retired = False
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         watched, self._lifeline = os.pipe()
-        call = f"main({theirs.fileno()}, {watched}, {preload})"
+        control_fd, watched_fd = _not_standard(theirs.detach()), _not_standard(watched)
+        call = f"main({control_fd}, {watched_fd}, {preload})"
         code = f"import sys; sys.path[:] = {_path()}; from torch_parallel.forking import main; {call}"
         try:
             with ctrl_c_masked():
                 self._process = subprocess.Popen(
                     [multiprocessing.spawn.get_executable(), *_flags(), "-c", code],
                     stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(), watched),
+                    stdout=None if 1 in _outputs() else subprocess.DEVNULL,
+                    stderr=None if 2 in _outputs() else subprocess.DEVNULL,
+                    pass_fds=(control_fd, watched_fd),
                 )
         except BaseException:
             self._hang_up()
             raise
         finally:
-            theirs.close()
-            os.close(watched)
+            os.close(control_fd)
+            os.close(watched_fd)
         self.pid = self._process.pid
 
     def is_alive(self) -> bool:
@@ -93,7 +97,7 @@ class ForkServer:
             os.getpid(),
             bytes(multiprocessing.current_process().authkey),
             parcel.Descriptor(tracker_fd()),
-            [(fd, parcel.Descriptor(fd)) for fd in (1, 2) if _is_open(fd)],
+            [(fd, parcel.Descriptor(fd)) for fd in _outputs()],
             target,
             argument,
         )
@@ -275,9 +279,23 @@ def _path() -> list[str]:
     return path if root in path else [*path, root]
 
 
+def _outputs() -> list[int]:
+    """Standard output and error, but those that were closed when this program began: then they are other files now."""
+    return [fd for fd, stream in ((1, sys.__stdout__), (2, sys.__stderr__)) if stream is not None and _is_open(fd)]
+
+
 def _is_open(fd: int) -> bool:
     try:
         os.fstat(fd)
     except OSError:
         return False
     return True
+
+
+def _not_standard(fd: int) -> int:
+    """The same file under another number, where a standard one was free."""
+    if fd > 2:
+        return fd
+    moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(fd)
+    return moved

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import errno
 import gc
+import io
 import json
 import multiprocessing
 import multiprocessing.resource_tracker
@@ -258,7 +259,8 @@ def _work(channel_fd: int, lifeline_fd: int) -> None:
     for number, fd in output:
         os.dup2(fd, number)
         os.close(fd)
-    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=os.isatty(1))
     tracker: Any = multiprocessing.resource_tracker
     tracker._resource_tracker._fd = start.tracker
     multiprocessing.current_process().authkey = start.authkey  # the next line takes it over
