@@ -393,6 +393,31 @@ def test_a_child_of_each_start_method_may_launch(tmp_path: Path, method: str) ->
     assert script(tmp_path, CALLER + text) == "[0, 1]\n[0, 1]\n"
 
 
+def test_a_child_forked_after_its_parent_computed_may_launch(tmp_path: Path) -> None:
+    """torch's threads are the parent's: what is large must be copied without them."""
+    text = """
+    import torch
+    large = torch.ones(3_000_000)
+
+    def total(communicator):
+        return float(communicator.shared["large"].sum())
+
+    def child():
+        print(launch(total, 2, shared={"large": large}, deadline_s=30), torch.get_num_threads(), flush=True)
+
+    if __name__ == "__main__":
+        torch.set_num_threads(2)
+        weight = torch.ones(800, 800, requires_grad=True)
+        (weight @ weight).sum().backward()
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join(60)
+        print(process.exitcode)
+        process.kill()
+    """
+    assert script(tmp_path, CALLER + text) == "[3000000.0, 3000000.0] 2\n0\n"
+
+
 def test_executors_may_launch_and_show_the_failure(tmp_path: Path) -> None:
     text = """
     if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
@@ -124,6 +125,33 @@ def threads_per_worker(process_count: int) -> int:
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
     return max(1, usable_cpus() // process_count)
+
+
+_was_forked = False
+
+
+def _note_fork() -> None:
+    global _was_forked
+    _was_forked = True
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+@contextlib.contextmanager
+def one_thread_after_fork() -> Iterator[None]:
+    """In a process that was forked, torch computes in one thread meanwhile: it would wait for its parent's for ever."""
+    if not _was_forked:
+        yield
+        return
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class DeviceError(ValueError):

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from torch_parallel import fork_server, pickling, worker
 from torch_parallel.collectives.registry import registered
-from torch_parallel.devices import threads_per_worker
+from torch_parallel.devices import one_thread_after_fork, threads_per_worker
 from torch_parallel.generators import seeds_of_launch
 from torch_parallel.mailbox import Failure, mailbox
 from torch_parallel.status import StatusBoard
@@ -68,6 +68,7 @@ class NotPicklable(ValueError):
     """The worker function or an argument cannot be sent to another process."""
 
 
+@one_thread_after_fork()
 def launch(
     worker_function: Callable[..., Any],
     n: int,

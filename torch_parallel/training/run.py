@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_parallel import preflight
-from torch_parallel.devices import choose_processes
+from torch_parallel.devices import choose_processes, one_thread_after_fork
 from torch_parallel.files import path_of
 from torch_parallel.launcher import launch
 from torch_parallel.results import ResultsError, RunFolder, environment
@@ -48,6 +48,7 @@ class TrainingRun:
         return float(self.history[-1]["test_accuracy"])
 
 
+@one_thread_after_fork()
 def train(
     config: RunConfig,
     *,
