@@ -50,7 +50,17 @@ LAYERS = {
     "workloads": {"workloads"},
     "training": {"training"},
     "analysis": {"analysis"},
-    "commands": {"command_line", "__main__", "bench", "experiment", "grids", "faults", "injection", "plots"},
+    "commands": {
+        "command_line",
+        "__main__",
+        "bench",
+        "experiment",
+        "grids",
+        "faults",
+        "injection",
+        "unwatched",
+        "plots",
+    },
 }
 MAY_IMPORT = {
     "leaves": set[str](),

@@ -17,7 +17,7 @@ from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
-from torch_parallel import launcher
+from torch_parallel import fork_server, launcher
 from torch_parallel.communicator import Communicator
 from torch_parallel.status import EVALUATING, EXCHANGING, SAVING, STARTING
 from torch_parallel.strategies import FROM_SCRATCH
@@ -94,6 +94,9 @@ def run_trial(plan: Plan) -> None:
     signal.signal(signal.SIGUSR2, lambda number, frame: os._exit(0))
     if plan.without == "deadline":
         launcher.GRACE_S = math.inf
+    if plan.without == "death watch":
+        fork_server.kill()  # the command has started one, which watches
+        fork_server.PRELOAD.append("torch_parallel.unwatched")
     config = RunConfig(
         strategy=plan.strategy,
         n_gpus=plan.n,
