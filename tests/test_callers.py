@@ -134,7 +134,7 @@ def test_workers_see_the_caller_as_it_is_now(as_before: None, monkeypatch: pytes
         "limit": limit,
         "processors": {max(before["processors"])},
         "filter": True,
-        "start method": None,
+        "start method": multiprocessing.get_start_method(allow_none=True),
         "recursion limit": 3456,
         "numpy": "raise",
         "dtype": torch.float64,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_parallel import faults, worker_process
+from torch_parallel import faults, shm_files
 from torch_parallel.faults import _SharedMemoryFiles
 from torch_parallel.injection import CELLS, FAULTS, PHASES, make_plan
 from torch_parallel.strategies import FROM_SCRATCH
@@ -102,7 +102,7 @@ def test_files_in_shared_memory_are_known_by_the_session_that_made_them(
 ) -> None:
     """On GPUs, where trials that run beside each other make some. The process's number is in their names."""
     monkeypatch.setattr(faults, "SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr(worker_process, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(shm_files, "SHARED_MEMORY", tmp_path)
     worker_killed, launcher_killed = (
         _SharedMemoryFiles(make_plan((process, "killed", "saving"), random.Random(1), "folder", gpu_count=2))
         for process in ("worker", "launcher")

@@ -55,6 +55,9 @@ MADE_OF: dict[str, tuple[Any, ...]] = {
     "_NothingStarted": ("the fork server died", 0),
     "NotFinite": ("the gradient is NaN", True),
     "SumNotFinite": ("the sum is NaN", True),
+    "Diverged": ("the parameter weight", 3),
+    "PeerIsOver": ([1, 2], True),
+    "TransportError": ("rank 1 has raised an error", True, True),
 }
 
 

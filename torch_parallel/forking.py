@@ -230,7 +230,7 @@ def _children() -> list[int]:
     """Of this process. Where the kernel has no list of them, everybody is asked for its parent."""
     me = os.getpid()
     try:
-        return [int(pid) for pid in Path(f"/proc/self/task/{me}/children").read_text().split()]
+        return [int(pid) for pid in Path(f"/proc/self/task/{me}/children").read_text(encoding="ascii").split()]
     except FileNotFoundError:
         pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
         return [pid for pid in pids if _parent(pid) == me]
@@ -238,7 +238,9 @@ def _children() -> list[int]:
 
 def _parent(pid: int) -> int | None:
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1]
+        )
     except (OSError, IndexError):
         return None
 

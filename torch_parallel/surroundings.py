@@ -186,7 +186,7 @@ def _folder() -> str | None:
 def _umask() -> int | None:
     """Read where that does not mean to change it, which other threads would notice; spawned workers inherit it."""
     try:
-        status = Path("/proc/self/status").read_text()
+        status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     found = [line.split()[1] for line in status.splitlines() if line.startswith("Umask:")]

@@ -28,7 +28,8 @@ def descendants(pid: int) -> set[int]:
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            state, parent = Path(f"/proc/{int(entry)}/stat").read_text().rpartition(")")[2].split()[:2]
+            about = Path(f"/proc/{int(entry)}/stat").read_text(encoding="utf-8", errors="replace")
+            state, parent = about.rpartition(")")[2].split()[:2]
             if state not in "ZX":
                 children.setdefault(int(parent), []).append(int(entry))
     found, left = set[int](), [pid]

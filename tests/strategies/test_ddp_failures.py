@@ -258,6 +258,7 @@ def test_saving_testing_and_compiling_may_take_longer_than_the_deadline(
         strategy=strategy,
         dataset="digits",
         train_size=192,
+        batch_size=64,
         n_gpus=2,
         device="cpu",
         epochs=1,

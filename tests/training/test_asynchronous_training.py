@@ -116,7 +116,8 @@ def test_that_wait_for_everybody_train_the_same_bits(options: dict[str, Any], ru
 def test_they_learn(strategy: str, options: dict[str, Any], run: Callable[..., TrainingRun]) -> None:
     # Momentum and stale gradients do not go together: with both, one process too needs more than these ten epochs.
     optimizer = "adam" if strategy == "param_server_bounded" else "sgd"
-    trained = run(strategy, **options, optimizer=optimizer)
+    rate = {"batch_size": 64, **({"lr": 0.02} if optimizer == "sgd" else {})}
+    trained = run(strategy, **options, **rate, optimizer=optimizer)
     assert trained.test_accuracy > 0.85
     rows = server_rows(trained)
     slices = 2 if strategy == "param_server_async" else 1  # updates a batch

@@ -205,6 +205,7 @@ def push_against_agreement(transport: Transport) -> None:
     else:
         transport.tell(0)
         transport.hear(0, "an answer")
+        time.sleep(0.5)  # rank 0 has looked before this rank comes to the call, too late
         transport.agree("meet")
 
 

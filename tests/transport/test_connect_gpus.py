@@ -122,7 +122,7 @@ def test_who_asks_for_triton_is_told_that_it_does_not_work(fails: str, why: str)
 def leaving(communicator: Communicator, told: bool) -> str:
     """What a worker function returns whose stream went on without its peer, with and without having been told so."""
     transport: Any = cuda_ipc.CudaIpcTransport.__new__(cuda_ipc.CudaIpcTransport)
-    transport.rank, transport._told = communicator.rank, False
+    transport.rank, transport._calls = communicator.rank, communicator.transport._calls
     transport._watchdog = SimpleNamespace(failure="ring, round 0: no signal from rank 1 for 6.0 s")
     if told:
         with pytest.raises(TransportError, match="no signal from rank 1"):

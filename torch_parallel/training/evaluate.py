@@ -73,6 +73,10 @@ class Diverged(ArithmeticError):
 
     def __init__(self, what: str, epoch: int) -> None:
         super().__init__(f"{what} is NaN or infinite after epoch {epoch}; a smaller --lr may help")
+        self.what, self.epoch = what, epoch
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.what, self.epoch), vars(self)
 
 
 Optimized = Iterable[tuple[Sequence[tuple[str, Tensor]], Optimizer]]
@@ -103,7 +107,10 @@ def not_finite(
     named += [(f"the parameter {name}", parameter) for name, parameter in model.named_parameters()]
     named += [(f"the buffer {name}", buffer) for name, buffer in model.named_buffers()]
     named += _states(optimized)
-    named += [(f"the {name}", torch.as_tensor(loss)) for name, loss in (losses or {}).items()]
+    named += [
+        (f"the {name}", torch.as_tensor(loss, device=None if isinstance(loss, Tensor) else "cpu"))
+        for name, loss in (losses or {}).items()
+    ]
     answers = [_is_finite(tensor) for _, tensor in named]
     known: dict[torch.device, Iterator[bool]] = {
         device: iter(torch.stack([answer for answer in answers if answer.device == device]).tolist())
@@ -123,7 +130,7 @@ def _states(optimized: Optimized) -> Iterator[tuple[str, Tensor]]:
 def _is_finite(tensor: Tensor) -> Tensor:
     """A boolean [], where the tensor is; True for what holds whole numbers, or nothing yet."""
     if is_lazy(tensor) or tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
-        return torch.tensor(True)
+        return torch.tensor(True, device="cpu")
     tensor = tensor.detach()
     if tensor.layout != torch.strided:
         tensor = tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor.values()

@@ -47,8 +47,8 @@ class TransportError(RuntimeError):
         self.secondhand = secondhand
         self.of_a_peer = of_a_peer
 
-    def __reduce__(self) -> tuple[type[TransportError], tuple[str, bool, bool]]:
-        return type(self), (str(self), self.secondhand, self.of_a_peer)
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.secondhand, self.of_a_peer), vars(self)
 
 
 def at_most(limit: int, text: str) -> str:
@@ -115,7 +115,7 @@ class CallBoard:
         """An error of a call has been raised on this rank: what it calls from now on is its own affair."""
         self.words[self.first_word(rank) + SLOTS] = 1
 
-    def write_text(self, rank: int, place: int, signature: int, text: str) -> None:
+    def put_text(self, rank: int, place: int, signature: int, text: str) -> None:
         start = self._text_start(rank, place)
         encoded = text.encode()[:TEXT_LIMIT].ljust(TEXT_LIMIT, b"\0")
         self._bytes[start + 8 : start + _TEXT_BYTES] = encoded
@@ -202,7 +202,7 @@ class Calls:
         if len(self._texts) == TEXTS:
             del self._texts[next(iter(self._texts))]
         self._texts[signature] = None
-        self.board.write_text(self._rank, self._texts_written % TEXTS, signature, text)
+        self.board.put_text(self._rank, self._texts_written % TEXTS, signature, text)
         self._texts_written += 1
         return signature
 

@@ -57,8 +57,11 @@ class PeerIsOver(WaitTimeout):
     def __init__(self, peers: list[int], raised: bool) -> None:
         has = "has" if len(peers) == 1 else "have all"
         super().__init__(f"{_named(peers)} {has} {'raised an error' if raised else 'returned'}")
-        self.raised = raised
+        self.peers, self.raised = peers, raised
         self.whom = "it" if len(peers) == 1 else "them"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.peers, self.raised), vars(self)
 
 
 def silence(peers: list[int], waited_s: float) -> str:
