@@ -22,7 +22,8 @@ from torch_parallel.communicator import Communicator
 from torch_parallel.status import EVALUATING, EXCHANGING, SAVING, STARTING
 from torch_parallel.strategies import FROM_SCRATCH
 from torch_parallel.training.config import RunConfig
-from torch_parallel.training.loop import Job, Trainer
+from torch_parallel.training.job import Job
+from torch_parallel.training.loop import Trainer
 from torch_parallel.training.run import train
 
 FAULTS = {

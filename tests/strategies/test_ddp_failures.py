@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch_parallel import RunConfig, WorkerFailure, train
 from torch_parallel.communicator import Communicator
 from torch_parallel.training.config import ConfigError
-from torch_parallel.training.loop import Job, train_worker
+from torch_parallel.training.job import Job
+from torch_parallel.training.loop import train_worker
 from torch_parallel.training.network import check_network
 from torch_parallel.transport.base import TransportError
 from torch_parallel.transport.process_groups import deadline_of, in_plain_words, tells_of_a_peer

@@ -332,6 +332,23 @@ def test_a_run_that_skipped_most_steps_fails_and_says_so(strategy: str, run: Cal
         run(strategy, lambda: nn.Linear(6, 3), points(bad=bad), not_finite="skip")
 
 
+class FailsLater(nn.Linear):
+    """Its logits are NaN from the fourth step on, which is the second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += self.training
+        return super().forward(x) * (NAN if self.training and self.steps > 3 else 1)
+
+
+def test_an_epoch_of_which_nothing_was_used_fails_too(run: Callable[..., TrainingRun]) -> None:
+    with pytest.raises(WorkerFailure, match="3 of 6 steps have been skipped, because a gradient was NaN or infinite"):
+        run("ring_all_reduce", FailsLater, not_finite="skip")
+
+
 # ---- what forward does to parameters ----
 
 

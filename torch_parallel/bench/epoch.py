@@ -25,7 +25,8 @@ from torch_parallel.launcher import launch
 from torch_parallel.results import RunFolder
 from torch_parallel.strategies.builtin import at_its_best
 from torch_parallel.training.config import DEVICES, ConfigError, OneLineParser, RunConfig
-from torch_parallel.training.loop import Job, Trainer, make_job
+from torch_parallel.training.job import Job, make_job
+from torch_parallel.training.loop import Trainer
 from torch_parallel.training.optimizers import make_optimizer
 from torch_parallel.workloads import DATASETS, MODELS, build_model, load_dataset
 

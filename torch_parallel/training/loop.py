@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from torch_parallel.communicator import Communicator
@@ -24,47 +21,22 @@ from torch_parallel.strategies.replicas import ReplicasDiffer, check_replicas, e
 from torch_parallel.strategies.shares import Share, shard
 from torch_parallel.strategies.tally import Tally
 from torch_parallel.strategies.undo import BufferValues
-from torch_parallel.training import checkpoint, emulation
+from torch_parallel.training import checkpoint, emulation, model_state
 from torch_parallel.training.aggregate import divisor
 from torch_parallel.training.clock import EpochClock
 from torch_parallel.training.compiling import compile_layers
-from torch_parallel.training.config import RunConfig
-from torch_parallel.training.evaluate import count_correct, first_not_finite, not_finite
+from torch_parallel.training.evaluate import count_correct
 from torch_parallel.training.feeder import make_feeder
+from torch_parallel.training.job import TENSORS, Job
 from torch_parallel.training.optimizers import make_optimizer
 from torch_parallel.training.outputs import fitting
 from torch_parallel.training.record import Epoch, RankEpoch, Saved, Served, Started, Steps
 from torch_parallel.training.recorder import StepRecorder, compute_ends
-from torch_parallel.training.replica import build_replica
+from torch_parallel.training.replica import build_replica, seed_generators
 from torch_parallel.training.sampler import batches, looking_ahead, step_count
 from torch_parallel.training.schedule import factor
+from torch_parallel.training.soundness import Soundness, look_at_losses, look_at_skipped
 from torch_parallel.training.tracing import Tracer
-from torch_parallel.workloads import Dataset, DatasetForm
-
-TENSORS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
-
-
-@dataclass(frozen=True)
-class Job:
-    """What every rank of a run is given. The data set's tensors travel apart, in memory that all ranks map."""
-
-    config: RunConfig
-    dataset: DatasetForm
-    make_model: Callable[[], nn.Module]
-    checkpoint_folder: str = ""
-    resume_from: str | None = None  # a checkpoint that was found complete
-
-
-def make_job(
-    config: RunConfig,
-    dataset: Dataset,
-    make_model: Callable[[], nn.Module],
-    checkpoint_folder: str = "",
-    resume_from: str | None = None,
-) -> tuple[Job, dict[str, Tensor]]:
-    """The job, and the tensors to `launch(..., shared=...)` beside it."""
-    tensors = {name: getattr(dataset, name) for name in TENSORS}
-    return Job(config, dataset.form, make_model, checkpoint_folder, resume_from), tensors
 
 
 def train_worker(communicator: Communicator, job: Job) -> dict[str, Any]:
@@ -95,21 +67,21 @@ class Trainer:
         self.compiled_for: set[int] = set()  # batches of these sizes
         self.history: list[Epoch] = []
         self.tracer: Tracer | None = None
-        _seed(config.seed)
+        seed_generators(config.seed)
         self.model = build_replica(job.make_model, communicator.device, self.dtype)
         if config.checkpoint_every:
-            checkpoint.check_plain(extra_state(self.model))
+            model_state.check_plain(extra_state(self.model))
         saved = checkpoint.load(Path(job.resume_from)) if job.resume_from else None
         if saved is not None:
-            checkpoint.load_model(self.model, saved)
+            model_state.load_model(self.model, saved)
         if config.compile:
             compile_layers(self.model)
         self.strategy = self._make_strategy()
         # Dropout and augmentation draw differently on every rank, and the same again in the next run.
-        _seed(config.seed * 1_000_003 + 7919 * (communicator.rank + 1))
+        seed_generators(config.seed * 1_000_003 + 7919 * (communicator.rank + 1))
         if saved is not None:
             self._restore(saved)
-        self.not_finite_by_design = not_finite(self.model)  # a mask of -inf, say
+        self.soundness = Soundness(self.model)
         if config.trace:
             self.tracer = Tracer(communicator, self.strategy)
         self.recorder = StepRecorder(communicator, self.strategy) if config.steps_csv else None
@@ -135,7 +107,7 @@ class Trainer:
         events = self.tracer.events if self.tracer else []
         if self.communicator.worker_index != 0:
             return {"events": events}
-        weights = checkpoint.on_cpu(self.model.state_dict())
+        weights = model_state.on_cpu(self.model.state_dict())
         return {"events": events, "history": [asdict(epoch) for epoch in self.history], "weights": weights}
 
     def _make_strategy(self) -> Strategy:
@@ -255,7 +227,7 @@ class Trainer:
         """
         steps = step_count(self.train_size, self.batch_size)
         with self._where(steps, epoch):
-            self._stop_unless_finite()
+            self.soundness.look(self.strategy)
         if self.recorder:
             self.communicator.report(Steps(self.recorder.take()))
         with self._span("evaluate", f"epoch {epoch}"):
@@ -264,7 +236,7 @@ class Trainer:
         own = [self.loss_sum.item(), self.samples_seen, test_loss, correct, skipped, self.steps_done]
         table = self.communicator.all_ranks(torch.tensor([*own, *spent.numbers()], dtype=torch.float64, device="cpu"))
         self.steps_done = int(table[:, len(own) - 1].max())  # a server that waits for nobody has made the most
-        self._stop_if_most_were_skipped(int(table[:, 4].max()))
+        look_at_skipped(int(table[:, 4].max()), self.steps_done, samples=int(table[:, 1].sum()))
         record = Epoch(
             epoch=epoch,
             steps=steps,
@@ -278,29 +250,12 @@ class Trainer:
             served=Served.of(self.strategy.tally, self.communicator),
         )
         with self._where(steps, epoch):
-            losses = {"training loss": record.train_loss, "test loss": record.test_loss}
-            self._stop_unless_finite(losses)
+            look_at_losses(record)
         self.history.append(record)
         self.loss_sum.zero_()
         self.samples_seen = 0
         if self.communicator.worker_index == 0:
             self.communicator.report(record)
-
-    def _stop_unless_finite(self, losses: dict[str, float] | None = None) -> None:
-        """Looks at `losses`, or at all that the steps have written."""
-        if losses is None:
-            found = first_not_finite(self.model, self.strategy.optimized(), except_for=self.not_finite_by_design)
-        else:
-            found = next((f"the {name}" for name, loss in losses.items() if not math.isfinite(loss)), None)
-        if found is not None:
-            raise NotFinite(f"{found} is NaN or infinite")
-
-    def _stop_if_most_were_skipped(self, skipped: int) -> None:
-        if 2 * skipped > self.steps_done:
-            raise NotFinite(
-                f"{skipped} of {self.steps_done} steps have been skipped, because a gradient was NaN or infinite, so "
-                "the model has not seen most of the data; a smaller --lr may help, or --clip_norm"
-            )
 
     def _evaluate(self) -> tuple[float, int]:
         """This rank's share of the test samples: sum of losses, correct predictions. It leaves the model as it was.
@@ -333,11 +288,11 @@ class Trainer:
         Raises NotFinite where that is not finite: then nothing is written.
         """
         self.strategy.confirm()
-        self._stop_unless_finite()
+        self.soundness.look(self.strategy)
         self.communicator.status.phase(SAVING)
         optimizer = self.strategy.optimizer_state()
-        own = checkpoint.rank_state(self.model, self.loss_sum.item())
-        others = checkpoint.beside_parameters(self.model) if self.communicator.worker_index == 0 else None
+        own = model_state.rank_state(self.model, self.loss_sum.item())
+        others = model_state.beside_parameters(self.model) if self.communicator.worker_index == 0 else None
         gathered = self.communicator.gather((own, others))
         if gathered is not None:
             ranks = [state for state, _ in gathered]
@@ -349,7 +304,7 @@ class Trainer:
                 "history": [asdict(epoch) for epoch in self.history],
                 "skipped_steps": self.strategy.skipped_steps,
                 "tally": asdict(self.strategy.tally) if self.strategy.tally else None,
-                "model": checkpoint.put_together(self.model, others),
+                "model": model_state.put_together(self.model, others),
                 "optimizer": optimizer,
                 "server_count": self.communicator.server_count,
                 "dataset": self.dataset.name,
@@ -375,7 +330,7 @@ class Trainer:
         same_ranks = len(saved["ranks"]) == communicator.world_size
         if same_ranks and saved["server_count"] == communicator.server_count:
             own = saved["ranks"][communicator.rank]
-            checkpoint.restore_rank(self.model, own)
+            model_state.restore_rank(self.model, own)
             self.loss_sum.fill_(own["loss_sum"])
         elif communicator.worker_index == 0:
             self.loss_sum.fill_(sum(rank["loss_sum"] for rank in saved["ranks"]))
@@ -403,10 +358,3 @@ class Trainer:
     def _prepare(self, inputs: Tensor) -> Tensor:
         self.communicator.status.beat()  # evaluation may be long
         return self.dataset.normalize(inputs, self.dtype)
-
-
-def _seed(seed: int) -> None:
-    """Seeds every generator that a model, a dropout layer or an augmentation may draw from."""
-    torch.manual_seed(seed % 2**63)
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
+import numpy
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -41,3 +43,10 @@ def _check_type(model: nn.Module, dtype: torch.dtype) -> None:
         raise UnsupportedModel(
             f"the model's parameters are {parameter.dtype} ({name}), and the run's type is {dtype}: {remedy}{half}"
         )
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds every generator that a model, a dropout layer or an augmentation may draw from."""
+    torch.manual_seed(seed % 2**63)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)

@@ -24,7 +24,8 @@ from torch_parallel.training import checkpoint, emulation
 from torch_parallel.training.compiling import check_compiler
 from torch_parallel.training.config import ConfigError, RunConfig
 from torch_parallel.training.display import Display
-from torch_parallel.training.loop import TENSORS, make_job, train_worker
+from torch_parallel.training.job import TENSORS, make_job
+from torch_parallel.training.loop import train_worker
 from torch_parallel.training.network import check_network
 from torch_parallel.training.optimizers import DEFAULT_LR
 from torch_parallel.workloads import DataError, Dataset, build_model, load_dataset
