@@ -56,7 +56,7 @@ def started(light_server: None) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--trials", type=int, default=30, help="random models that are tried")
+    parser.addoption("--trials", type=int, default=20, help="random models that are tried")
     parser.addoption(
         "--first_trial", type=int, default=random.SystemRandom().randrange(10**6), help="number of the first"
     )

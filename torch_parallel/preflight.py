@@ -48,10 +48,11 @@ class ModelSize:
     has_batch_norm: bool
 
 
-def dry_build(make_model: Callable[[], nn.Module]) -> ModelSize | None:
+def dry_build(make_model: Callable[[], nn.Module], of_the_user: bool = True) -> ModelSize | None:
     """What the model is like, built without memory; None where that fails, in whatever way: the real build tells.
 
-    It is built in a process of its own: what `make_model` draws, sets or registers, the caller never sees.
+    One `of_the_user` is built in a process of its own: what `make_model` draws, sets or registers, the caller never
+    sees. One of ours leaves nothing behind.
     """
     end_s = float("inf")
 
@@ -62,6 +63,8 @@ def dry_build(make_model: Callable[[], nn.Module]) -> ModelSize | None:
             raise TimeoutError
 
     try:
+        if not of_the_user:
+            return _size_of(make_model)
         size: ModelSize = launch(_measured, 1, make_model, threads=1, on_tick=give_up)[0]
     except Exception:
         return None
@@ -71,6 +74,10 @@ def dry_build(make_model: Callable[[], nn.Module]) -> ModelSize | None:
 def _measured(communicator: Communicator, make_model: Callable[[], nn.Module]) -> ModelSize:
     for stream in (1, 2):  # what it has to say it says when it is built
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    return _size_of(make_model)
+
+
+def _size_of(make_model: Callable[[], nn.Module]) -> ModelSize:
     with torch.device("meta"):  # tensors with shapes and no memory
         model = make_model()
     parameters = [parameter for group in cut_into_buckets(model.named_parameters(), 1 << 62) for _, parameter in group]

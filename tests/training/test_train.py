@@ -113,13 +113,15 @@ def plain_loop(
 
 @every_strategy
 def test_training_on_digits(strategy: str, run: Callable[..., TrainingRun]) -> None:
-    trained = run(2, strategy)  # everything by default: the cnn, ten epochs
-    assert [each["epoch"] for each in trained.history] == list(range(1, 11))
-    assert [each["steps"] for each in trained.history] == [90] * 10  # 1437 = 89 * 16 + 13
-    assert trained.test_accuracy == trained.history[-1]["test_accuracy"] > 0.95
+    # everything by default, the cnn and ten epochs, for one of each kind; the others train the same, and less of it
+    whole = strategy in ("ring_all_reduce", "param_server", "ddp")
+    trained = run(2, strategy, **({} if whole else {"epochs": 2}))
+    assert [each["epoch"] for each in trained.history] == list(range(1, 11 if whole else 3))
+    assert {each["steps"] for each in trained.history} == {90}  # 1437 = 89 * 16 + 13
+    assert trained.test_accuracy == trained.history[-1]["test_accuracy"] > (0.95 if whole else 0.8)
     assert trained.history[0]["test_accuracy"] > 0.8
     losses = [each["train_loss"] for each in trained.history]
-    assert losses[-1] < losses[0] / 5
+    assert losses[-1] < losses[0] / (5 if whole else 1.5)
     # The weights are those of the bare model, on the CPU, and they are the trained ones.
     dataset, _ = load_dataset("digits", None, None, seed=0)
     model = build_model("cnn", dataset.image_shape, 10)

@@ -99,7 +99,7 @@ def train(
     if processes < n and device == "cpu":
         device_line = f"no GPU: {config.strategy} runs the plain module in {processes} process"
     resume_from, resume_line = _checkpoint_to_resume(config, dataset.name) if config.resume else (None, None)
-    batch_norm_line = _check_the_machine(config, dataset, make_model, device)
+    batch_norm_line = _check_the_machine(config, dataset, make_model, model_is_given, device)
     _check_writable(steps_csv=config.steps_csv, trace=config.trace)
     folder = RunFolder(config.results_dir, f"{config.strategy}_{model_name}_{dataset.name}_n{n}")
     job, shared = make_job(config, dataset, make_model, str(folder.path / "checkpoints"), resume_from)
@@ -188,14 +188,14 @@ def _checkpoint_to_resume(config: RunConfig, dataset_name: str) -> tuple[str, st
 
 
 def _check_the_machine(
-    config: RunConfig, dataset: Dataset, make_model: Callable[[], nn.Module], device: str
+    config: RunConfig, dataset: Dataset, make_model: Callable[[], nn.Module], of_the_user: bool, device: str
 ) -> str | None:
     """Raises PreflightError where the run needs more than there is. A line to say where a share may be too small."""
     strategy = STRATEGIES[config.strategy]
     links = emulation.topology(config)
     one_memory = links is None or links.node_count == 1
     preflight.check_open_files(config.process_count)
-    model = preflight.dry_build(make_model)
+    model = preflight.dry_build(make_model, of_the_user)
     if model is None:
         return None
     required = preflight.needs(
