@@ -254,7 +254,8 @@ class Communicator:
         if transport.enqueues:
             self._follow_last_stream()
         # Everybody has left the previous operation when all have come to this one: the buffer may be filled again.
-        transport.compare(f"{verb} {tensor.numel()} elements of {dtype} by {collective.name}{_named(name)}")
+        shape = f" {list(tensor.shape)}" if tensor.dim() > 1 else ""
+        transport.compare(f"{verb} {tensor.numel()} elements{shape} of {dtype} by {collective.name}{_named(name)}")
         buffer = self._buffer(kind, tensor.numel(), dtype)
         with torch.no_grad():
             buffer.local.copy_(tensor.reshape(-1))

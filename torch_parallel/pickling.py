@@ -75,6 +75,36 @@ def work_below(search_path: list[str] | None) -> None:
     ForkingPickler.reducer_override = _reduce_for_child  # type: ignore[method-assign]
 
 
+UNTOLD = (
+    "uint16",
+    "uint32",
+    "uint64",
+    "complex32",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+)
+"""Types whose tensors torch pickles and cannot unpickle. They travel as bytes."""
+
+
+def _as_bytes(thing: Any) -> tuple[Any, str, list[int]] | None:
+    """The bytes of a tensor of such a type, the type's name, and the shape; None for all else."""
+    torch = sys.modules.get("torch")
+    if torch is None or type(thing) is not torch.Tensor or thing.device.type != "cpu" or thing.requires_grad:
+        return None
+    name = str(thing.dtype).removeprefix("torch.")
+    if name not in UNTOLD or thing.layout != torch.strided:
+        return None
+    elements = torch.empty(thing.numel(), dtype=thing.dtype, device="cpu")
+    elements.view(thing.shape).copy_(thing)
+    return elements.view(torch.uint8), name, list(thing.shape)
+
+
+def _from_bytes(elements: Any, name: str, shape: list[int]) -> Any:
+    return elements.view(getattr(sys.modules["torch"], name)).view(shape)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Also sends modules, those of a class of their own too, such as torch.backends.cudnn."""
 
@@ -86,6 +116,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, types.ModuleType):
             return self._reduced_module(thing)
+        if (untold := _as_bytes(thing)) is not None:
+            return _from_bytes, untold
         if isinstance(thing, type | types.FunctionType | TypeVar | functools._lru_cache_wrapper):
             module = sys.modules.get(getattr(thing, "__module__", None) or "")
             if module is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_parallel import WorkerFailure, launch
+from torch_parallel.collectives import RING_ALL_REDUCE, register
+from torch_parallel.collectives.registry import RegistryError
 from torch_parallel.communicator import Communicator
 from torch_parallel.gradients.layout import as_bytes, lies_over_itself, overlap, without_gaps, written_once
 from torch_parallel.strategies import FROM_SCRATCH, STRATEGIES
@@ -224,3 +227,16 @@ def test_gradients_after_a_step_are_nobodys(name: str) -> None:
     for rank in ours:
         for one, other in zip(rank, theirs, strict=True):
             assert one == pytest.approx(other, rel=1e-12, abs=1e-14)
+
+
+def test_tensors_of_other_shapes_are_not_summed() -> None:
+    def work(communicator: Communicator) -> None:
+        communicator.all_reduce(torch.ones(1, 3) if communicator.rank else torch.ones(3, 1))
+
+    with pytest.raises(WorkerFailure, match=r"all_reduce 3 elements \[3, 1\] of torch.float32"):
+        launch(work, 2, deadline_s=20)
+
+
+def test_the_name_auto_is_taken() -> None:
+    with pytest.raises(RegistryError, match="the name auto is taken"):
+        register(dataclasses.replace(RING_ALL_REDUCE, name="auto"))

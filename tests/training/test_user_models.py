@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -330,6 +331,96 @@ def test_a_run_that_skipped_most_steps_fails_and_says_so(strategy: str, run: Cal
     bad = tuple(range(0, 24, 2))
     with pytest.raises(WorkerFailure, match="3 of 3 steps have been skipped, because a gradient was NaN or infinite"):
         run(strategy, lambda: nn.Linear(6, 3), points(bad=bad), not_finite="skip")
+
+
+class Counts(nn.Module):
+    """In extra state how often forward was called, and in evaluation too; where the first sample is infinite, a NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls, self.mean = nn.Linear(6, 3), 0, torch.zeros(6)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": self.calls, "mean": self.mean}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.calls, self.mean = state["calls"], state["mean"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean = x.detach().mean(0)
+        return self.layer(x)
+
+
+@every_kind
+def test_extra_state_is_put_back_where_buffers_are(strategy: str, run: Callable[..., TrainingRun]) -> None:
+    """Six steps of which two are skipped, and two evaluations."""
+    state = run(strategy, Counts, points(bad=(5,)), not_finite="skip").weights["_extra_state"]
+    assert state["calls"] == 4 and torch.isfinite(state["mean"]).all()
+
+
+@pytest.mark.parametrize("strategy", ["ring_all_reduce", "param_server"])
+def test_extra_state_that_is_not_finite_stops_the_run(strategy: str, run: Callable[..., TrainingRun]) -> None:
+    class Bad(Counts):
+        def forward(self, x: Tensor) -> Tensor:
+            logits = super().forward(x)
+            self.mean = self.mean / 0
+            return logits
+
+    with pytest.raises(WorkerFailure, match="the extra state of the model is NaN or infinite"):
+        run(strategy, Bad)
+
+
+class Follows(nn.Module):
+    """Buffers that are the parameter, and a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("same", self.layer.weight)
+        self.register_buffer("row", self.layer.weight.detach()[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + x @ self.row[:, None] / 10
+
+
+@pytest.mark.parametrize("strategy", ["ring_all_reduce", "two_shot_in_place", "ddp"])
+def test_buffers_over_a_parameter_follow_it(strategy: str, run: Callable[..., TrainingRun]) -> None:
+    trained, one = run(strategy, Follows), run("ring_all_reduce", Follows, workers=1)
+    assert torch.equal(trained.weights["same"], trained.weights["layer.weight"])
+    assert torch.equal(trained.weights["row"], trained.weights["layer.weight"][0])
+    torch.testing.assert_close(trained.weights["layer.weight"], one.weights["layer.weight"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["ring_all_reduce", "param_server"])
+def test_scripted_models_and_rare_types_train(strategy: str, run: Callable[..., TrainingRun]) -> None:
+    def scripted() -> nn.Module:
+        module: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)))
+        return module
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that its scripts are of yesterday
+        assert run(strategy, scripted).weights["1.num_batches_tracked"] == 6
+
+    class Rare(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 3)
+            for name in ("uint16", "uint64", "float8_e4m3fn", "complex32"):
+                self.register_buffer(name, torch.ones(2, 2).to(getattr(torch, name)))
+
+    weights = run(strategy, Rare, checkpoint_every=2).weights
+    assert [str(value.dtype) for value in weights.values()][2:] == [
+        *("torch.uint16", "torch.uint64", "torch.float8_e4m3fn", "torch.complex32")
+    ]
+
+
+def test_a_checkpoint_that_could_not_be_resumed_is_refused_before(run: Callable[..., TrainingRun]) -> None:
+    class Renames(nn.Linear):
+        def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+            return {f"old.{name}": value for name, value in super().state_dict(*arguments, **options).items()}
+
+    with pytest.raises(WorkerFailure, match="no run could go on from a checkpoint of this model"):
+        run("ring_all_reduce", lambda: Renames(6, 3), checkpoint_every=3)
 
 
 class FailsLater(nn.Linear):

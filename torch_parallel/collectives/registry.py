@@ -100,6 +100,8 @@ def register(collective: Collective, replace: bool = False) -> Collective:
     name = collective.name
     if not isinstance(name, str) or not re.fullmatch(r"\w+", name):
         raise RegistryError(f"the name {name!r} is no word: letters, digits and _ are wanted")
+    if name == "auto":
+        raise RegistryError("the name auto is taken: it means the fastest one; choose another")
     if COLLECTIVES.get(name) is collective:
         return collective
     own = name in _registered and (replace or name in _known_from_the_launcher)

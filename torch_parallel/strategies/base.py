@@ -25,7 +25,7 @@ from torch_parallel.strategies.replicas import give_everyone_the_same
 from torch_parallel.strategies.shares import Share, synchronous_shares
 from torch_parallel.strategies.stopwatch import Stopwatch
 from torch_parallel.strategies.tally import Tally
-from torch_parallel.strategies.undo import BufferValues
+from torch_parallel.strategies.undo import ForwardState
 from torch_parallel.strategies.watch import Watch
 
 OptimizerFactory = Callable[[NamedParameters], Optimizer]
@@ -97,7 +97,7 @@ class Strategy(ABC):
         communicator.transport.agree(f"train by {type(self).__name__}, {self._settings}")
         give_everyone_the_same(model, communicator)
         self.watch = Watch(model, alone)
-        self._before_step = BufferValues(model) if skip_not_finite else None
+        self._before_step = ForwardState(model) if skip_not_finite else None
 
     @property
     def _settings(self) -> str:
@@ -186,7 +186,7 @@ class Strategy(ABC):
         """Makes of the gradients on all ranks the next parameters on all ranks. Raises NotFinite."""
 
     def _end_step(self, skipped: bool) -> None:
-        """A step that is skipped leaves the buffers as they were before it."""
+        """A step that is skipped leaves buffers and extra state as they were before it."""
         self.step_was_skipped = skipped
         if skipped and self._before_step is not None:
             self._before_step.restore()

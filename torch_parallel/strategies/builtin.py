@@ -100,6 +100,7 @@ class DistributedDataParallelStrategy(Builtin):
 
     def __init__(self, *arguments: Any, accumulate: int = 1, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.accumulate = accumulate
         communicator = self.communicator
         on_gpu = communicator.device.type == "cuda"
         deadline = deadline_of(communicator.deadline_s)
@@ -145,6 +146,11 @@ class DistributedDataParallelStrategy(Builtin):
         except RuntimeError as error:
             if "Expected to have finished reduction" not in str(error):
                 raise
+            if self.accumulate == 1:
+                raise RuntimeError(
+                    "DistributedDataParallel takes the graph of the first step for that of every step, and this step's "
+                    "parameters with a gradient are others: take another --strategy"
+                ) from None
             raise RuntimeError(
                 "DistributedDataParallel accumulates only where every step uses every parameter: leave --accumulate "
                 "out, freeze what is not used, or take another --strategy"

@@ -25,7 +25,7 @@ def give_everyone_the_same(model: nn.Module, communicator: Communicator) -> None
     Raises TransportError naming the first tensor that differs in name, shape, dtype, layout or in being trainable, and
     where modes or the keys of `state_dict()` differ.
     """
-    tensors = list(model.named_parameters()) + list(model.named_buffers())
+    tensors = [*model.named_parameters(), *own_buffers(model).items()]
     for name, tensor in tensors:
         communicator.transport.agree(f"set up {name[:120]} {list(tensor.shape)} {_kind_of(tensor)}")
     evaluating = [name or "the model" for name, module in model.named_modules() if not module.training]
@@ -72,12 +72,23 @@ def _broadcast_pieces(flat: Tensor, communicator: Communicator, root: int) -> No
         communicator.broadcast(piece, root)
 
 
+def of_parameters(model: nn.Module) -> set[int]:
+    """The memory in which parameters lie, by its address: a buffer over one follows it, and is not written itself."""
+    return {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+
+def own_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """By name, all that do not lie over parameters."""
+    follow = of_parameters(model)
+    return {name: each for name, each in model.named_buffers() if each.untyped_storage().data_ptr() not in follow}
+
+
 def share_state(model: nn.Module, communicator: Communicator, root: int, adopt: bool = True) -> None:
     """Gives all ranks that `adopt` it what forward may have written on rank `root`: buffers, those made since set-up
     too, and what modules return by `get_extra_state`. All ranks call it."""
     if communicator.world_size == 1:
         return
-    buffers = dict(model.named_buffers())
+    buffers = own_buffers(model)
     wanted = communicator.broadcast_object({name: described(buffer) for name, buffer in buffers.items()}, root)
     if wanted:
         device = next(each.device for each in (*model.parameters(), *buffers.values()))

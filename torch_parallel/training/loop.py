@@ -20,7 +20,7 @@ from torch_parallel.strategies import STRATEGIES, NotFinite, Strategy
 from torch_parallel.strategies.replicas import ReplicasDiffer, check_replicas, extra_state, share_state
 from torch_parallel.strategies.shares import Share, shard
 from torch_parallel.strategies.tally import Tally
-from torch_parallel.strategies.undo import BufferValues
+from torch_parallel.strategies.undo import ForwardState
 from torch_parallel.training import checkpoint, emulation, model_state
 from torch_parallel.training.aggregate import divisor
 from torch_parallel.training.clock import EpochClock
@@ -71,6 +71,7 @@ class Trainer:
         self.model = build_replica(job.make_model, communicator.device, self.dtype)
         if config.checkpoint_every:
             model_state.check_plain(extra_state(self.model))
+            model_state.check_resumable(self.model)
         saved = checkpoint.load(Path(job.resume_from)) if job.resume_from else None
         if saved is not None:
             model_state.load_model(self.model, saved)
@@ -266,7 +267,7 @@ class Trainer:
         self.strategy.watch.look_at_tree()
         self.strategy.watch.remember("evaluation")
         share_state(self.model, self.communicator, root=self.communicator.first_worker)
-        buffers = BufferValues(self.model)
+        before = ForwardState(self.model)
         targets = self.data["test_targets"]
         part = shard(len(targets), self.communicator.worker_index, self.communicator.worker_count)
         with self._precision(), self.communicator.long_work("testing"):
@@ -279,7 +280,7 @@ class Trainer:
                 self.dataset.class_count,
             )
         self.strategy.watch.look()
-        buffers.restore()
+        before.restore()
         return loss_sum, correct
 
     def _save(self) -> None:

@@ -75,8 +75,8 @@ def _expanded_set_aside(model: nn.Module) -> Iterator[None]:
     expanded = [
         (module, name, buffer)
         for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and lies_over_itself(buffer)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        if lies_over_itself(buffer)
     ]
     for module, name, buffer in expanded:
         module._buffers[name] = buffer.clone()
@@ -107,6 +107,18 @@ def check_plain(extra: dict[str, Any]) -> None:
                 "tensors, numbers, texts and containers of them: let get_extra_state return such, or leave "
                 "--checkpoint_every out"
             ) from error
+
+
+def check_resumable(model: nn.Module) -> None:
+    """Raises CheckpointError for a model that does not take up its own `state_dict()`."""
+    try:
+        with _expanded_set_aside(model):
+            model.load_state_dict(model.state_dict())
+    except Exception as error:
+        raise CheckpointError(
+            "no run could go on from a checkpoint of this model, whose load_state_dict does not take what its "
+            f"state_dict gives ({' '.join(str(error).split())[:200]}): make both fit, or leave --checkpoint_every out"
+        ) from error
 
 
 def rank_state(model: nn.Module, loss_sum: float) -> dict[str, Any]:

@@ -7,10 +7,14 @@ silence: an update that overflowed after the last gradient, a buffer that forwar
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from torch_parallel.strategies import NotFinite, Strategy
+from torch_parallel.strategies.replicas import extra_state
 from torch_parallel.training.evaluate import first_not_finite, not_finite
 from torch_parallel.training.record import Epoch
 
@@ -21,13 +25,31 @@ class Soundness:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._by_design = not_finite(model)
+        self._by_design = [*not_finite(model), *_of_extra_state(model)]
 
     def look(self, strategy: Strategy) -> None:
         """Raises NotFinite, which names the first."""
         found = first_not_finite(self._model, strategy.optimized(), except_for=self._by_design)
+        found = found or next((name for name in _of_extra_state(self._model) if name not in self._by_design), None)
         if found is not None:
             raise NotFinite(f"{found} is NaN or infinite")
+
+
+def _of_extra_state(model: nn.Module) -> list[str]:
+    """The modules whose extra state holds a number or a tensor that is not finite, in words."""
+    return [
+        f"the extra state of {name or 'the model'}"
+        for name, state in extra_state(model).items()
+        if not all(torch.isfinite(torch.as_tensor(each).cpu()).all() for each in _numbers_in(state))
+    ]
+
+
+def _numbers_in(state: Any) -> Iterator[float | Tensor]:
+    if isinstance(state, float) or (isinstance(state, Tensor) and (state.is_floating_point() or state.is_complex())):
+        yield state
+    elif isinstance(state, dict | list | tuple | set):
+        for each in state.values() if isinstance(state, dict) else state:
+            yield from _numbers_in(each)
 
 
 def look_at_losses(epoch: Epoch) -> None:
