@@ -405,12 +405,12 @@ def test_scripted_models_and_rare_types_train(strategy: str, run: Callable[..., 
     class Rare(nn.Linear):
         def __init__(self) -> None:
             super().__init__(6, 3)
-            for name in ("uint16", "uint64", "float8_e4m3fn", "complex32"):
+            for name in ("uint16", "uint64", "float8_e4m3fn", "float8_e5m2"):
                 self.register_buffer(name, torch.ones(2, 2).to(getattr(torch, name)))
 
     weights = run(strategy, Rare, checkpoint_every=2).weights
     assert [str(value.dtype) for value in weights.values()][2:] == [
-        *("torch.uint16", "torch.uint64", "torch.float8_e4m3fn", "torch.complex32")
+        *("torch.uint16", "torch.uint64", "torch.float8_e4m3fn", "torch.float8_e5m2")
     ]
 
 
