@@ -332,7 +332,8 @@ def make_trial(number: int, strategies: list[str]) -> Trial:
     if any(PARTS[name].counts_forwards for name in parts) or strategy == "ddp":
         options["accumulate"] = 1
     if strategy.endswith("all_reduce") or strategy in ("param_server", "two_shot_in_place"):
-        options["overlap"] = choose.choice((True, False))
+        # autograd counts the versions of two halves together, and may refuse to go on where one is updated early
+        options["overlap"] = choose.choice((True, False)) and "two halves of one table" not in parts
     counted = any(PARTS[name].counts_forwards for name in parts)
     return Trial(
         number,
