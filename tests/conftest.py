@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import zlib
 from collections.abc import Iterator
 
 import cloudpickle
 import pytest
 
 from torch_parallel import fork_server, launch
+
+ONE_IN = 4
+"""Of the tests that are marked exhaustive so many times fewer are run, if they are not asked for."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -55,7 +60,44 @@ def started(light_server: None) -> None:
     launch(lambda communicator: None, 1, deadline_s=20.0)
 
 
+PART_SEED = "TORCH_PARALLEL_TEST_PART"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In the environment, so that all processes of one run choose the same part."""
+    os.environ.setdefault(PART_SEED, str(config.getoption("part")))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        os.environ.pop(PART_SEED, None)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if config.getoption("exhaustive"):
+        return "exhaustive tests: all"
+    return f"exhaustive tests: one in {ONE_IN}, --part {os.environ[PART_SEED]}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the tests that are marked exhaustive a part is run, another one each time. What is named by "::" is run."""
+    if config.getoption("exhaustive") or any("::" in each for each in config.args):
+        return
+    left_out = [
+        item
+        for item in items
+        if item.get_closest_marker("exhaustive")
+        and zlib.crc32(f"{os.environ[PART_SEED]} {item.nodeid}".encode()) % ONE_IN
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="run all tests that are marked exhaustive")
+    parser.addoption(
+        "--part", type=int, default=random.SystemRandom().randrange(10**6), help="which part of them is run else"
+    )
     parser.addoption("--trials", type=int, default=20, help="random models that are tried")
     parser.addoption(
         "--first_trial", type=int, default=random.SystemRandom().randrange(10**6), help="number of the first"

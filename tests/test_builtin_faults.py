@@ -128,6 +128,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     assert (code, errors, manifest["status"]) == (-9, [], "running")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("script", [RING, "train.py"])
 def test_closed_streams_end_nothing(script: str, tmp_path: Path) -> None:
     words = ["--dataset", "digits", "--device", "cpu", "--epochs", "1", "--train_size", "64", "--n_gpus", "2"]

@@ -210,6 +210,7 @@ def test_output_goes_where_the_callers_goes_now(started: None, tmp_path: Path, c
     assert capfd.readouterr() == ("", "again\n")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_standard_files_that_are_closed(tmp_path: Path, closed: str) -> None:
     """Their numbers then stand for others, in which nothing may be printed."""
@@ -374,6 +375,7 @@ CALLER = """
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_a_child_of_each_start_method_may_launch(tmp_path: Path, method: str) -> None:
     """After its parent has, which goes on launching; each has a server of its own. So may a daemonic child."""

@@ -53,7 +53,7 @@ def returns_before_the_objects_are_gathered(c: Communicator) -> None:
 
 RETURNED = [
     (returns_before_all, "call 1, all_reduce 3 elements of torch.float32 by ring"),
-    (returns_from_a_loop, "call 6, all_reduce 4 elements of torch.float32 by ring"),
+    (returns_from_a_loop, r"call 6, all_reduce 4 elements \[2, 2\] of torch.float32 by ring"),
     (returns_before_the_objects_are_gathered, "call 2, gather objects to rank 0, of sizes in 2 elements .*"),
 ]
 

@@ -110,6 +110,7 @@ def test_a_run(strategy: str, n: int, who: str, place: Path) -> None:
     assert [f"{float(row['train_loss']):.4f}" for row in rows[::n]] == [match[3] for match in epochs]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_the_command_of_every_strategy(
     strategy: str,

@@ -127,6 +127,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("server_is_stopped", [False, True])
 def test_the_launcher_is_killed(tmp_path: Path, number: int, server_is_stopped: bool) -> None:

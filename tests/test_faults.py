@@ -24,17 +24,22 @@ def drive(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=400)
 
 
+TRIALS = 6
+
+
 @pytest.mark.timeout(400)
-def test_a_dozen_faults_end_as_they_should() -> None:
-    done = drive("--trials", "12", "--seed", "1")
-    assert done.returncode == 0, done.stdout
-    assert "12 of 12 ended as they should" in done.stdout
+def test_some_faults_end_as_they_should() -> None:
+    """Others each time; a thousand in a row: python -m torch_parallel faults --trials 1000."""
+    seed = random.SystemRandom().randrange(10**6)
+    done = drive("--trials", str(TRIALS), "--seed", str(seed))
+    assert done.returncode == 0, f"--seed {seed}\n{done.stdout}"
+    assert f"{TRIALS} of {TRIALS} ended as they should" in done.stdout
     assert "MISS" not in done.stdout
-    # 12 different cells, each counted once in the table
+    # different cells, each counted once in the table
     table = done.stdout.split("hits", 1)[1]
     counts = [int(number) for number in re.findall(r" (\d+)\b", table.split("ended", 1)[0].rsplit("\n", 1)[0])]
     assert len(counts) == sum(map(len, FAULTS.values())) * len(PHASES)
-    assert sorted(counts) == [0] * (len(counts) - 12) + [1] * 12
+    assert sorted(counts) == [0] * (len(counts) - TRIALS) + [1] * TRIALS
 
 
 @pytest.mark.timeout(200)

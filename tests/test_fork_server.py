@@ -146,6 +146,7 @@ def test_the_fork_server_hangs_up_before_any_worker_is_started(monkeypatch: pyte
     assert not _is_alive(dying) and _is_alive(fork_server_pid())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("pause_s", [0.0, 0.002, 0.01, 0.03])
 def test_the_fork_server_was_killed_just_before(pause_s: float) -> None:
     """It is still there, as far as its parent can tell, and takes no call."""

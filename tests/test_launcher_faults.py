@@ -377,6 +377,7 @@ def script(tmp_path: Path) -> Iterator[Launched]:
     launched.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "number, to_all, tracebacks",
     [

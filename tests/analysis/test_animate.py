@@ -194,6 +194,7 @@ def test_chunks_of_one_message_keep_their_distance() -> None:
 # ---- what holds for all ----
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_every_collective_is_drawn(name: str) -> None:
     for world_size in range(1, 9):

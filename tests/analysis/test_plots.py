@@ -142,6 +142,7 @@ DAMAGES = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("experiment", "name", "damage", "said"), DAMAGES)
 def test_damaged_results_are_one_line_and_nothing_is_written_over(
     experiment: str,

@@ -84,6 +84,7 @@ def test_every_step_of_three_processes_on_gpus_is_that_of_one(names: list[str], 
                 assert other[position][index] == [digest(parameters) for parameters in ours], (name, setting)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("n", range(1, 9))
 def test_so_it_is_with_every_algorithm_and_number_of_workers(n: int, references: list[list[dict]]) -> None:
     """In some of the settings, the awkward model among them; all strategies without a server in one run."""

@@ -63,6 +63,7 @@ THREE_SAMPLES = {"weighted": 1.0, "mean": 1.0, "sum": 3.0}
 OF_ALL_WORKERS = [name for name in STRATEGIES if name not in ("data_parallel", "param_server_async")]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", OF_ALL_WORKERS)
 @pytest.mark.parametrize("aggregate", ["weighted", "mean", "sum"])
 def test_the_gradient_of_uneven_shares(tmp_path: Path, strategy: str, aggregate: str) -> None:

@@ -66,6 +66,7 @@ def checkpoints(trained: TrainingRun) -> list[Path]:
     return checkpoint.complete_checkpoints(Path(trained.folder) / "checkpoints")
 
 
+@pytest.mark.exhaustive
 @every_strategy
 @pytest.mark.parametrize(
     "options",
@@ -98,6 +99,7 @@ def test_two_epochs_and_two_more_are_four(tmp_path: Path, strategy: str) -> None
     assert all(torch.equal(resumed.weights[name], value) for name, value in whole.weights.items())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -111,6 +111,7 @@ def plain_loop(
 # Learning.
 
 
+@pytest.mark.exhaustive
 @every_strategy
 def test_training_on_digits(strategy: str, run: Callable[..., TrainingRun]) -> None:
     # everything by default, the cnn and ten epochs, for one of each kind; the others train the same, and less of it
@@ -138,6 +139,7 @@ def test_digits_are_learnt_by_default_whatever_the_seed(model: str, seed: int, r
     assert trained.history[0]["test_accuracy"] > 0.8 and trained.test_accuracy >= 0.95
 
 
+@pytest.mark.exhaustive
 @every_strategy
 def test_the_same_run_gives_the_same_bits_again(strategy: str, run: Callable[..., TrainingRun]) -> None:
     """Twice in one process, with several buckets and another seed in between."""
@@ -245,6 +247,7 @@ def test_the_first_step_is_no_part_of_the_rate(run: Callable[..., TrainingRun]) 
 # Sizes.
 
 
+@pytest.mark.exhaustive
 @every_strategy
 @pytest.mark.parametrize("count", [257, 3, 1])
 def test_sizes_that_leave_workers_without_samples(count: int, strategy: str, run: Callable[..., TrainingRun]) -> None:
@@ -272,6 +275,7 @@ def test_no_samples(part: str, run: Callable[..., TrainingRun], tmp_path: Path) 
 # Models from anywhere.
 
 
+@pytest.mark.exhaustive
 @every_strategy
 def test_a_lambda_and_a_function_of_a_notebook_cell(strategy: str, run: Callable[..., TrainingRun]) -> None:
     cell: dict[str, Any] = {"__name__": "__main__"}
@@ -307,6 +311,7 @@ class Tied(nn.Module):
         return result
 
 
+@pytest.mark.exhaustive
 @every_strategy
 def test_tied_weights_stay_tied_and_frozen_ones_as_they_were(strategy: str, run: Callable[..., TrainingRun]) -> None:
     torch.manual_seed(0)
@@ -407,6 +412,7 @@ def probe(run: Callable[..., TrainingRun], tmp_path: Path) -> Callable[..., list
     return probe
 
 
+@pytest.mark.exhaustive
 @from_scratch
 def test_draws_differ_between_workers_and_repeat_in_the_next_run(
     strategy: str, probe: Callable[..., list[dict[str, Any]]]

@@ -17,6 +17,8 @@ from torch_parallel.strategies import STRATEGIES, SYNCHRONOUS
 from torch_parallel.training import checkpoint
 from torch_parallel.training.run import TrainingRun
 
+pytestmark = pytest.mark.exhaustive
+
 KINDS = ("ring_all_reduce", "two_shot_in_place", "param_server", "sharded_param_server", "ddp", "data_parallel")
 WAITING = (*SYNCHRONOUS, "param_server_bounded", "param_server_backup")
 every_kind = pytest.mark.parametrize("strategy", KINDS)

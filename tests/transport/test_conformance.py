@@ -98,6 +98,7 @@ def perform_everything(transport: Transport, sizes: list[int], dtypes: tuple[tor
     return faults
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "kind, world_size",
     [
@@ -672,9 +673,8 @@ def test_the_one_agreement_that_differs(kind: str, odd_one: int) -> None:
     assert results[0][1].startswith(
         f"call {odd_one + 1}: rank 0 wants to step {odd_one}, but rank 1 wants to something else:"
     )
-    assert results[1][1].startswith(
-        f"call {odd_one + 1}: rank 1 wants to something else, but rank 0 wants to step {odd_one}:"
-    )
+    others = rf"call {odd_one + 1}: rank 1 wants to something else, but rank [02] wants to step {odd_one}:"
+    assert re.match(others, results[1][1]), results[1][1]  # whichever it has looked at first
     assert results[2][1].startswith(
         f"call {odd_one + 1}: rank 2 wants to step {odd_one}, but rank 1 wants to something else:"
     )
