@@ -69,6 +69,9 @@ def main(control_fd: int, lifeline_fd: int, preload: list[str]) -> NoReturn:
     end_with_pipe(lifeline_fd)  # while it imports, nothing is below it
     huge_pages.ask_for_them()
     read = _imported(preload)
+    from torch_parallel import surroundings  # not sooner, since it imports torch
+
+    surroundings.note()
     gc.freeze()  # else a worker's first collections look at all of torch, and so copy the pages that it lies in
     _adopt_orphans()
     server = _Server(socket.socket(fileno=control_fd), lifeline_fd)

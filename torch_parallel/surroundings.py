@@ -106,6 +106,22 @@ def _read(setting: Setting) -> tuple[Any, ...]:
 
 
 _SETTINGS = _settings()
+_noted_settings: dict[str, Any] | None = None
+_noted_filters: dict[bytes, Any] = {}
+"""Settings and filters of warnings that the fork server has, in every worker that it has forked."""
+
+
+def _all_settings() -> dict[str, Any]:
+    read = {name: _read(setting) for name, setting in _SETTINGS.items()}
+    return {name: value[0] for name, value in read.items() if value}
+
+
+def note() -> None:
+    """Called where nothing will change until a worker is forked, which then need not read each setting, nor unpickle,
+    and so compile, each filter of warnings."""
+    global _noted_settings
+    _noted_settings = _all_settings()
+    _noted_filters.update(_pickled_filters())
 
 
 @dataclass(frozen=True)
@@ -121,13 +137,13 @@ class Surroundings:
     processors: set[int] | None
     limits: list[tuple[int, int]]
     """Soft limits of the system, by their numbers."""
-    warning_filters: bytes
+    warning_filters: list[bytes]
+    """Each pickled by itself."""
     settings: dict[str, Any]
 
     @classmethod
     def here(cls) -> Surroundings:
         """Those of this process. Nothing is changed by looking."""
-        settings = {name: _read(setting) for name, setting in _SETTINGS.items()}
         return cls(
             environment=dict(os.environb),
             folder=_folder(),
@@ -136,8 +152,8 @@ class Surroundings:
             umask=_umask(),
             processors=os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
             limits=[(limit, resource.getrlimit(limit)[0]) for limit in _LIMITS],
-            warning_filters=_pickled_filters(),
-            settings={name: value[0] for name, value in settings.items() if value},
+            warning_filters=list(_pickled_filters()),
+            settings=_all_settings(),
         )
 
     def apply(self) -> None:
@@ -161,11 +177,16 @@ class Surroundings:
             if now != soft:
                 with contextlib.suppress(OSError, ValueError):
                     resource.setrlimit(limit, (soft, hard))
+        if self.settings != _noted_settings:
+            self._set_settings()
+        _filter_warnings([_noted_filters.get(each) or pickling.loads(each) for each in self.warning_filters])
+
+    def _set_settings(self) -> None:
+        """One after the other, since some change others."""
         for name, value in self.settings.items():
             if _read(_SETTINGS[name]) != (value,):
                 with contextlib.suppress(Exception):
                     _SETTINGS[name][1](value)
-        _filter_warnings(pickling.loads(self.warning_filters))
 
     def _set_environment(self) -> None:
         for name in os.environb.keys() - self.environment.keys():
@@ -193,14 +214,13 @@ def _umask() -> int | None:
     return int(found[0], 8) if found else None
 
 
-def _pickled_filters() -> bytes:
-    """Those that can be sent: a category may be a class of the user's."""
-    sent = []
+def _pickled_filters() -> dict[bytes, Any]:
+    """Those that can be sent, each by its pickle and in their order: a category may be a class of the user's."""
+    pickled = {}
     for each in warnings.filters:
         with contextlib.suppress(Exception):
-            pickling.dumps(each)
-            sent.append(each)
-    return pickling.dumps(sent)
+            pickled[pickling.dumps(each)] = each
+    return pickled
 
 
 def _filter_warnings(filters: list[Any]) -> None:
