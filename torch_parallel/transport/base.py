@@ -150,6 +150,8 @@ class Transport(ABC):
             self._calls.enter(signature)
         plan = self._plan(collective, buffer)
         plan.purpose, plan.signature = purpose, signature
+        doing = f"{purpose or collective.name}, end of the peer's reading"
+        plan.unsettled = [(reader, doing) for reader in plan.readers]
         return plan
 
     def perform(
@@ -207,8 +209,7 @@ class Transport(ABC):
                 self._acknowledge(plan.acknowledge)
             else:
                 self._unacknowledged += plan.acknowledge
-        if plan.readers:
-            self._unsettled += [(reader, doing) for reader in plan.readers]
+        self._unsettled += plan.unsettled
         return plan.result
 
     def leave_room(self) -> None:  # noqa: B027  # the host's processors are not shared so
@@ -237,7 +238,7 @@ class Transport(ABC):
         """
         settled = max(0, len(self._unsettled) - leave)
         for reader, doing in self._unsettled[:settled]:
-            self._wait(READ, reader, f"{doing}, end of the peer's reading", 0)
+            self._wait(READ, reader, doing, 0)
         del self._unsettled[:settled]
 
     def tell(self, peer: int, pushed: Iterable[SharedBuffer] = ()) -> None:

@@ -49,6 +49,7 @@ class Plan:
     result: Tensor  # one of them
     purpose: str | None = None  # for which it was performed last
     signature: int = 0  # of the call that does so: see `calls.py`
+    unsettled: list[tuple[int, str]] = field(default_factory=list)  # the readers, with what they are waited for then
     table: Any = None  # the same for the GPU's kernel, where that performs it
 
 
