@@ -105,6 +105,7 @@ def test_a_rank_that_ends_early(
     assert not torch.multiprocessing.active_children()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("script", "number", "code"), [(RING, signal.SIGINT, 130), (SERVER, signal.SIGTERM, 143)])
 def test_the_launcher_is_interrupted(script: str, number: signal.Signals, code: int, tmp_path: Path) -> None:
     """Ctrl-C reaches all processes of the terminal; SIGTERM the launcher alone."""

@@ -42,6 +42,7 @@ def test_some_faults_end_as_they_should() -> None:
     assert sorted(counts) == [0] * (len(counts) - TRIALS) + [1] * TRIALS
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("safeguard", "cell", "what_is_noticed"),

@@ -241,6 +241,7 @@ def test_what_our_own_errors_keep() -> None:
         raise ValueError("another")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("option", ["-u", "-B"])
 def test_a_full_disk_behind_stdout_is_one_line(option: str) -> None:
     """With its output written at once, and as usual."""

@@ -132,6 +132,7 @@ def test_the_table_of_the_fastest_is_part_of_the_package(installed: Path, tmp_pa
     assert Path(table).is_relative_to(installed) and int(count) > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("command", "said"),
     [

@@ -133,6 +133,7 @@ def test_training_on_digits(strategy: str, run: Callable[..., TrainingRun]) -> N
     assert (predicted == dataset.test_targets).double().mean().item() == trained.test_accuracy
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("model", "seed"), [("cnn", 1), ("cnn", 2), ("mlp", 0)])
 def test_digits_are_learnt_by_default_whatever_the_seed(model: str, seed: int, run: Callable[..., TrainingRun]) -> None:
     trained = run(2, model=model, seed=seed)

@@ -77,6 +77,7 @@ def interpreted(communicator: Communicator, cases: list[tuple[torch.dtype, list[
     return faults
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_collective_in_the_interpreter(world_size: int) -> None:
     """The interpreter takes its time: other types than float32 in one size, which neither 2, 3 nor a block divides."""
