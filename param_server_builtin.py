@@ -8,6 +8,7 @@ Same flags, data, seed, order, global batch and evaluation as train.py; none of 
 """
 
 import dataclasses
+import math
 import os
 import signal
 import sys
@@ -16,75 +17,77 @@ import time
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large tensors in huge pages, as in train.py's workers
 
 import torch
-from torch.nn.functional import cross_entropy
 
 from torch_parallel.results import OutputError, ResultsError, RunFolder, environment, prepare_streams
 from torch_parallel.training.config import CONTROL_FLAGS, ConfigError, RunConfig, command_line_parser
 from torch_parallel.training.evaluate import (
     Diverged,
-    count_correct,
+    evaluate,
     first_not_finite,
     moment,
     not_finite,
     seconds_between,
+    step_targets,
 )
-from torch_parallel.workloads import DataError, Dataset, build_model, load_dataset
+from torch_parallel.workloads import DataError
+from torch_parallel.workloads.tree import rows, to
+from torch_parallel.workloads.workload import Workload, load_workload
 
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
-def train(config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
+def train(config: RunConfig, workload: Workload, folder: RunFolder) -> None:
     device = torch.device(config.device)
     dtype = getattr(torch, config.dtype)
     torch.manual_seed(config.seed)
-    bare = build_model(config.model, dataset.image_shape, dataset.class_count).to(device, dtype)
+    bare, task, samples = workload.make_model().to(device, dtype), workload.task, workload.samples
     model = torch.nn.DataParallel(bare, list(range(config.n_gpus or 1)) if device.type == "cuda" else None)
     options = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
     options |= {"momentum": config.momentum} if config.optimizer == "sgd" else {}
     optimizer = OPTIMIZERS[config.optimizer](bare.parameters(), **options)
     optimized, made_so = [(list(bare.named_parameters()), optimizer)], not_finite(bare)
     torch.manual_seed(config.seed * 1_000_003 + 7919)  # as the first rank of train.py
-    all_inputs, all_targets = dataset.train_inputs.to(device), dataset.train_targets.to(device)
-    count, epochs, on_gpu = len(all_targets), config.epochs_on(dataset.name), device.type == "cuda"
+    train_samples, count = to(samples.train, device), samples.train_size
+    epochs, on_gpu = config.epochs_on(samples.name), device.type == "cuda"
     for epoch in range(1, epochs + 1):
         generator = torch.Generator().manual_seed((config.seed * 1_000_003 + epoch) % 2**63)
-        order = torch.randperm(count, generator=generator).to(device)
+        order = torch.randperm(count, generator=generator)
+        targets = step_targets(task, samples.train, order, config.batch_size)
         loss_sum, updates, warm_up, start_s = 0.0, [], (0.0, 0), time.perf_counter()
-        for batch in order.split(config.batch_size):
-            inputs = dataset.normalize(all_inputs[batch], dtype)
-            # taken outside the module, on the gathered outputs: a mean over samples, however they were split
-            loss = cross_entropy(model(inputs), all_targets[batch])
+        for whole, total in zip(order.to(device).split(config.batch_size), targets, strict=True):
+            batch = task.prepare(rows(train_samples, whole), dtype)
+            # taken outside the module, on the gathered outputs: a mean over targets, however samples were split
+            loss = task.loss_sum(task.forward(model, batch), batch)
             optimizer.zero_grad()
-            loss.backward()
+            (loss / max(1, total)).backward()
             update_start = moment(device)
             optimizer.step()
             updates.append((update_start, moment(device)))
-            loss_sum += loss.detach() * len(batch)
-            if epoch == 1 and not warm_up[1] and count > len(batch):
+            loss_sum += loss.detach()
+            if epoch == 1 and not warm_up[1] and count > len(whole):
                 if on_gpu:
                     torch.cuda.synchronize()
-                warm_up = (time.perf_counter() - start_s, len(batch))
+                warm_up = (time.perf_counter() - start_s, len(whole))
         if on_gpu:
             torch.cuda.synchronize()
         train_s, update_s = time.perf_counter() - start_s, sum(seconds_between(*update) for update in updates)
-        test_loss, correct, tested = count_correct(
-            bare, dataset.test_inputs, dataset.test_targets, lambda x: dataset.normalize(x, dtype), device
-        )
-        losses = {"training loss": loss_sum, "test loss": test_loss}
+        tested = evaluate(bare, task, samples.test, dtype, device)
+        train_loss, accuracy = float(loss_sum) / sum(targets), tested.metrics(task).get("accuracy", math.nan)
+        losses = {"training loss": train_loss, "test loss": tested.loss}
         if fault := first_not_finite(bare, optimized, losses, made_so):
             raise Diverged(fault, epoch)
         rate = (count - warm_up[1]) / (train_s - warm_up[0])
         print(
-            f"epoch {epoch}/{epochs}  train loss {float(loss_sum) / count:.4f}  "
-            f"test accuracy {100 * correct / tested:.2f} %  {rate:,.0f} samples/s  "
+            f"epoch {epoch}/{epochs}  train loss {train_loss:.4f}  "
+            f"test accuracy {100 * accuracy:.2f} %  {rate:,.0f} samples/s  "
             f"compute and exchange {train_s - update_s:.2f} s  update {update_s:.2f} s",
             flush=True,
         )
-        row = config.columns(dataset.name) | {"strategy": "data_parallel", "workers": 1, "rank": 0, "role": "worker"}
+        row = config.columns(samples.name) | {"strategy": "data_parallel", "workers": 1, "rank": 0, "role": "worker"}
         row |= {"threads": torch.get_num_threads(), "epoch": epoch}
         row |= {"steps": -(-count // config.batch_size), "train_s": train_s, "samples_per_s": rate}
-        row |= {"train_loss": float(loss_sum) / count, "test_loss": test_loss / tested}
-        row |= {"test_accuracy": correct / tested, "compute_s": train_s - update_s, "update_s": update_s}
+        row |= {"train_loss": train_loss, "test_loss": tested.loss}
+        row |= {"test_accuracy": accuracy, "compute_s": train_s - update_s, "update_s": update_s}
         folder.append_rows([row])
     torch.save({name: value.cpu() for name, value in bare.state_dict().items()}, folder.path / "weights.pt")
 
@@ -96,17 +99,20 @@ def main() -> None:
     n = config.n_gpus or max(gpus, 1 if device == "cuda" else 2)
     if device == "cuda" and n > gpus:
         raise ConfigError(f"--n_gpus {n}: this machine has {gpus} GPUs; ask for fewer, or take --device cpu")
-    dataset, line = load_dataset(config.dataset, config.data_dir, config.train_size, config.seed, config.test_size)
-    sizes = {"train_size": len(dataset.train_targets), "test_size": len(dataset.test_targets)}
-    config = dataclasses.replace(config.on_dataset(dataset.name), n_gpus=n, device=device, **sizes)
-    folder = RunFolder(config.results_dir, f"data_parallel_{config.model}_{dataset.name}_n{n}")
+    workload, line = load_workload(
+        config.model, config.dataset, config.data_dir, config.train_size, config.seed, config.test_size
+    )
+    samples = workload.samples
+    sizes = {"train_size": samples.train_size, "test_size": samples.test_size}
+    config = dataclasses.replace(config.on_dataset(samples.name), n_gpus=n, device=device, **sizes)
+    folder = RunFolder(config.results_dir, f"data_parallel_{config.model}_{samples.name}_n{n}")
     how = "no GPU: the plain module in one process, whatever --n_gpus" if device == "cpu" else f"{n} GPUs"
     print(f"{line}\nDataParallel, {how}; {config.model}, batch of {config.batch_size}", flush=True)
     here = environment()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(here["machine"]["usable_processors"])
     with folder.running(**here, config=dataclasses.asdict(config), strategy="data_parallel"):
-        train(config, dataset, folder)
+        train(config, workload, folder)
     print(f"results in {folder.path}")
 
 

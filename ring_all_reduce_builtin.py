@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import inspect
 import json
+import math
 import multiprocessing.connection
 import multiprocessing.resource_tracker
 import os
@@ -26,21 +27,24 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large tensors in huge page
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_parallel.results import OutputError, ResultsError, RunFolder, environment, prepare_streams
 from torch_parallel.training.config import CONTROL_FLAGS, ConfigError, RunConfig, command_line_parser
 from torch_parallel.training.evaluate import (
     Diverged,
-    count_correct,
+    Evaluation,
+    evaluate,
     first_not_finite,
     moment,
     not_finite,
     seconds_between,
+    step_targets,
 )
 from torch_parallel.training.network import check_network
-from torch_parallel.workloads import DataError, Dataset, build_model, load_dataset
+from torch_parallel.workloads import DataError
+from torch_parallel.workloads.tree import rows, to
+from torch_parallel.workloads.workload import Workload, load_workload
 
 NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 DDP_SETTINGS = {"gradient_as_bucket_view": True, "static_graph": True}
@@ -67,7 +71,7 @@ def train_rank(
     store: dist.Store,
     threads: int,
     config: RunConfig,
-    dataset: Dataset,
+    workload: Workload,
     folder: RunFolder,
 ) -> None:
     """One process: trains its replica on its share of every batch. Raises Diverged."""
@@ -81,7 +85,7 @@ def train_rank(
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=deadline)
     dtype = getattr(torch, config.dtype)
     torch.manual_seed(config.seed)
-    bare = build_model(config.model, dataset.image_shape, dataset.class_count).to(device, dtype)
+    bare, task, samples = workload.make_model().to(device, dtype), workload.task, workload.samples
     model = DistributedDataParallel(bare, device_ids=[rank] if on_gpu else None, **DDP_SETTINGS)
     model._set_ddp_runtime_logging_sample_rate(TIMED_EVERY)
     options = {"momentum": config.momentum} if config.optimizer == "sgd" else {}
@@ -90,26 +94,28 @@ def train_rank(
     )
     optimized, made_so = [(list(bare.named_parameters()), optimizer)], not_finite(bare)
     torch.manual_seed(config.seed * 1_000_003 + 7919 * (rank + 1))  # dropout draws differ between the ranks
-    all_inputs, all_targets = dataset.train_inputs.to(device), dataset.train_targets.to(device)
-    count = len(all_targets)
-    for epoch in range(1, config.epochs_on(dataset.name) + 1):
+    train_samples, count = to(samples.train, device), samples.train_size
+    shard = torch.arange(samples.test_size).tensor_split(world_size)[rank]
+    test_samples = rows(samples.test, shard)
+    for epoch in range(1, config.epochs_on(samples.name) + 1):
         generator = torch.Generator().manual_seed((config.seed * 1_000_003 + epoch) % 2**63)
-        order = torch.randperm(count, generator=generator).to(device)
+        order = torch.randperm(count, generator=generator)
+        targets = step_targets(task, samples.train, order, config.batch_size)
         loss_sum, updates, exchange_s, warm_up, start_s = 0.0, [], [], (0.0, 0), time.perf_counter()
-        for step, batch in enumerate(order.split(config.batch_size), start=1):
-            mine = batch.tensor_split(world_size)[rank]
-            inputs = dataset.normalize(all_inputs[mine], dtype)
-            loss = cross_entropy(model(inputs), all_targets[mine], reduction="sum")
+        for step, whole in enumerate(order.to(device).split(config.batch_size), start=1):
+            batch = task.prepare(rows(train_samples, whole.tensor_split(world_size)[rank]), dtype)
+            loss = task.loss_sum(task.forward(model, batch), batch)
             optimizer.zero_grad()
-            (loss * world_size / len(batch)).backward()  # DDP means over the ranks; this makes it over the samples
+            # DDP means over the ranks; this makes it over the targets
+            (loss * world_size / max(1, targets[step - 1])).backward()
             update_start = moment(device)
             optimizer.step()
             updates.append((update_start, moment(device)))
             loss_sum += loss.detach()
-            if epoch == step == 1 and count > len(batch):
+            if epoch == step == 1 and count > len(whole):
                 if on_gpu:
                     torch.cuda.synchronize()
-                warm_up = (time.perf_counter() - start_s, len(batch))
+                warm_up = (time.perf_counter() - start_s, len(whole))
             if step % TIMED_EVERY == 0:
                 exchange_s.append(exposed_exchange_s(model))
         if on_gpu:
@@ -117,25 +123,22 @@ def train_rank(
         train_s = time.perf_counter() - start_s
         for buffer in bare.buffers():
             dist.broadcast(buffer, 0)
-        shard = torch.arange(len(dataset.test_targets)).tensor_split(world_size)[rank]
-        tested = count_correct(
-            bare, dataset.test_inputs[shard], dataset.test_targets[shard], lambda x: dataset.normalize(x, dtype), device
-        )
-        sums = torch.tensor([float(loss_sum), *tested], dtype=torch.float64, device=device)
-        dist.all_reduce(sums)
-        train_loss, test_loss, correct, test_count = sums.tolist()
-        losses = {"training loss": train_loss, "test loss": test_loss}
+        parts: list[Any] = [None] * world_size
+        dist.all_gather_object(parts, (float(loss_sum), evaluate(bare, task, test_samples, dtype, device)))
+        train_loss = sum(loss for loss, _ in parts) / sum(targets)
+        tested = sum((each for _, each in parts), Evaluation())
+        losses = {"training loss": train_loss, "test loss": tested.loss}
         if fault := first_not_finite(bare, optimized, losses, made_so):
             raise Diverged(fault, epoch)
         if rank == 0:
             row = {"epoch": epoch, "steps": -(-count // config.batch_size), "train_s": train_s}
             row["update_s"] = sum(seconds_between(*update) for update in updates)
-            row |= {"samples_per_s": (count - warm_up[1]) / (train_s - warm_up[0]), "train_loss": train_loss / count}
-            row |= {"test_loss": test_loss / test_count, "test_accuracy": correct / test_count}
+            row |= {"samples_per_s": (count - warm_up[1]) / (train_s - warm_up[0]), "train_loss": train_loss}
+            row |= {"test_loss": tested.loss, "test_accuracy": tested.metrics(task).get("accuracy", math.nan)}
             timed = len(exchange_s) >= FEWEST_TIMED
             row["exchange_s"] = row["steps"] * statistics.fmean(exchange_s) if timed else ""
             row["compute_s"] = train_s - row["update_s"] - (row["exchange_s"] or 0.0)
-            record({**row, "threads": threads}, exchange_s, config, dataset, folder)
+            record({**row, "threads": threads}, exchange_s, config, samples.name, folder)
     if rank == 0:
         torch.save({name: value.cpu() for name, value in bare.state_dict().items()}, folder.path / "weights.pt")
     dist.barrier(device_ids=[rank] if on_gpu else None)
@@ -215,7 +218,7 @@ def threads_each(world_size: int, processors: int) -> int:
     return int(asked) if asked.isdigit() and int(asked) else max(1, processors // world_size)
 
 
-def record(row: dict, exchange_s: list[float], config: RunConfig, dataset: Dataset, folder: RunFolder) -> None:
+def record(row: dict, exchange_s: list[float], config: RunConfig, data_name: str, folder: RunFolder) -> None:
     """A line on the screen and a row of runs.csv. DDP exchanges during backward, and itself times some steps of it."""
     parts = "compute and exchange"
     if row["exchange_s"]:
@@ -223,12 +226,12 @@ def record(row: dict, exchange_s: list[float], config: RunConfig, dataset: Datas
         sampled = f"{low:.2f} to {high:.2f} by the quartiles of {len(exchange_s)} steps timed"
         parts = f"exchange and wait {row['exchange_s']:.2f} s ({sampled})  compute"
     print(
-        f"epoch {row['epoch']}/{config.epochs_on(dataset.name)}  train loss {row['train_loss']:.4f}  "
+        f"epoch {row['epoch']}/{config.epochs_on(data_name)}  train loss {row['train_loss']:.4f}  "
         f"test accuracy {100 * row['test_accuracy']:.2f} %  {row['samples_per_s']:,.0f} samples/s  "
         f"{parts} {row['compute_s']:.2f} s  update {row['update_s']:.2f} s",
         flush=True,
     )
-    same = config.columns(dataset.name) | {"strategy": "ddp", "workers": config.n_gpus, "rank": 0, "role": "worker"}
+    same = config.columns(data_name) | {"strategy": "ddp", "workers": config.n_gpus, "rank": 0, "role": "worker"}
     options = json.dumps({**DDP_SETTINGS, "timed_every": TIMED_EVERY})
     folder.append_rows([{**same, "options": options, **row}])
 
@@ -249,14 +252,17 @@ def main() -> None:
         raise ConfigError(f"--n_gpus {n}: this machine has {gpus} GPUs; ask for fewer, or take --device cpu")
     instead = "take python train.py, whose strategies from scratch need no network"
     check_network("DistributedDataParallel", instead, device)
-    dataset, line = load_dataset(config.dataset, config.data_dir, config.train_size, config.seed, config.test_size)
-    sizes = {"train_size": len(dataset.train_targets), "test_size": len(dataset.test_targets)}
-    config = dataclasses.replace(config.on_dataset(dataset.name), n_gpus=n, device=device, **sizes)
+    workload, line = load_workload(
+        config.model, config.dataset, config.data_dir, config.train_size, config.seed, config.test_size
+    )
+    samples = workload.samples
+    sizes = {"train_size": samples.train_size, "test_size": samples.test_size}
+    config = dataclasses.replace(config.on_dataset(samples.name), n_gpus=n, device=device, **sizes)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     except (RuntimeError, dist.DistNetworkError):
         raise ConfigError(f"--port {port}: it is in use; take another, or leave --port out for any free one") from None
-    folder = RunFolder(config.results_dir, f"ddp_{config.model}_{dataset.name}_n{n}")
+    folder = RunFolder(config.results_dir, f"ddp_{config.model}_{samples.name}_n{n}")
     print(
         f"{line}\nDistributedDataParallel on {device}, {n} processes, {config.model}, batch of {config.batch_size} "
         f"over all; {DDP_SETTINGS}, fused {config.optimizer}",
@@ -265,7 +271,7 @@ def main() -> None:
     here = environment()
     threads = threads_each(n, here["machine"]["usable_processors"])
     with folder.running(**here, config=dataclasses.asdict(config), strategy="ddp", settings=DDP_SETTINGS):
-        run_ranks(n, store, threads, config, dataset, folder)
+        run_ranks(n, store, threads, config, workload, folder)
     print(f"results in {folder.path}")
 
 

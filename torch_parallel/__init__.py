@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch_parallel.training.run import TrainingRun as TrainingRun
     from torch_parallel.training.run import train as train
     from torch_parallel.workloads import Dataset as Dataset
+    from torch_parallel.workloads.samples import Samples as Samples
+    from torch_parallel.workloads.task import Task as Task
+    from torch_parallel.workloads.workload import Workload as Workload
 
 __version__ = "0.1.0"
 
@@ -29,7 +32,10 @@ _HOMES = {
     "Dataset": "workloads",
     "NotPicklable": "launcher",
     "WorkerFailure": "launcher",
+    "Workload": "workloads.workload",
     "RunConfig": "training.config",
+    "Samples": "workloads.samples",
+    "Task": "workloads.task",
     "TrainingRun": "training.run",
     "launch": "launcher",
     "train": "training.run",

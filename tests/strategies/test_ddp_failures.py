@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch_parallel import RunConfig, WorkerFailure, train
 from torch_parallel.communicator import Communicator
 from torch_parallel.training.config import ConfigError
+from torch_parallel.training.evaluate import Evaluation
 from torch_parallel.training.job import Job
 from torch_parallel.training.loop import train_worker
 from torch_parallel.training.network import check_network
@@ -234,19 +235,19 @@ def slow_worker(communicator: Communicator, job: Job) -> Any:
     """Rank 0 takes long to save the first time, rank 1 to evaluate."""
     from torch_parallel.training import checkpoint, loop
 
-    save, count_correct = checkpoint.save, loop.count_correct
+    save, evaluate = checkpoint.save, loop.evaluate
 
     def slow_save(*arguments: Any) -> Path:
         checkpoint.save = save  # type: ignore[attr-defined]
         time.sleep(WORK_S)
         return save(*arguments)
 
-    def slow_count(*arguments: Any) -> tuple[float, int, int]:
+    def slow_evaluate(*arguments: Any, **options: Any) -> Evaluation:
         time.sleep(WORK_S * communicator.rank)
-        return count_correct(*arguments)
+        return evaluate(*arguments, **options)
 
     loop.compile_layers = lambda model: None  # type: ignore[attr-defined]
-    checkpoint.save, loop.count_correct = slow_save, slow_count  # type: ignore[attr-defined]
+    checkpoint.save, loop.evaluate = slow_save, slow_evaluate  # type: ignore[attr-defined]
     return train_worker(communicator, job)
 
 

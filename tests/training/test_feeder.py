@@ -21,6 +21,7 @@ from torch_parallel.training import checkpoint, feeder, loop
 from torch_parallel.training.feeder import CopyStream, Feeder, PrefetchingFeeder, ResidentFeeder, make_feeder
 from torch_parallel.training.run import TrainingRun
 from torch_parallel.workloads import Dataset
+from torch_parallel.workloads.tree import Tree
 
 CPU = torch.device("cpu")
 UNWRITTEN = 123
@@ -84,8 +85,8 @@ def steps(sizes: list[int]) -> list[Tensor]:
 def made(kind: str, inputs: Tensor, targets: Tensor, device: torch.device) -> Feeder:
     if kind == "prefetching":
         copies = CopyStream(device) if device.type == "cuda" else PromptCopies()
-        return PrefetchingFeeder(inputs, targets, device, copies)
-    return (Feeder if kind == "plain" else ResidentFeeder)(inputs, targets, device)
+        return PrefetchingFeeder((inputs, targets), device, copies)
+    return (Feeder if kind == "plain" else ResidentFeeder)((inputs, targets), device)
 
 
 def check_against_indexing(kind: str, dtype: torch.dtype, parts: int, ahead: bool, device: torch.device) -> None:
@@ -97,7 +98,8 @@ def check_against_indexing(kind: str, dtype: torch.dtype, parts: int, ahead: boo
         if ahead and step + 1 < len(plan):
             fed.prefetch(plan[step + 1])
         assert len(micro_batches) == parts
-        for (some_inputs, some_targets), part in zip(micro_batches, indices.tensor_split(parts), strict=True):
+        for ((some_inputs, some_targets), size), part in zip(micro_batches, indices.tensor_split(parts), strict=True):
+            assert size == len(part)
             assert some_inputs.device == some_targets.device == fed.device
             assert some_inputs.dtype == dtype and some_inputs.shape == (len(part), 2, 3)
             assert torch.equal(some_inputs.cpu(), inputs[part]) and torch.equal(some_targets.cpu(), targets[part])
@@ -112,8 +114,8 @@ every_plan = pytest.mark.parametrize(("parts", "ahead"), [(1, True), (3, True), 
 def test_micro_batches_by_hand(kind: str) -> None:
     inputs, targets = torch.tensor([[0, 1], [10, 11], [20, 21], [30, 31]]), torch.tensor([5, 6, 7, 8])
     first, second = made(kind, inputs, targets, CPU).feed(torch.tensor([3, 0, 2]), parts=2)
-    assert [each.tolist() for each in first] == [[[30, 31], [0, 1]], [8, 5]]
-    assert [each.tolist() for each in second] == [[[20, 21]], [7]]
+    assert [each.tolist() for each in first[0]] == [[[30, 31], [0, 1]], [8, 5]] and first[1] == 2
+    assert [each.tolist() for each in second[0]] == [[[20, 21]], [7]] and second[1] == 1
 
 
 @every_kind
@@ -125,8 +127,8 @@ def test_what_indexing_gives(kind: str, dtype: torch.dtype, parts: int, ahead: b
 
 def test_on_the_cpu_nothing_is_copied_but_the_batch() -> None:
     inputs, targets = samples()
-    fed = make_feeder(inputs, targets, CPU)
-    assert type(fed) is Feeder and fed.inputs is inputs and fed.targets is targets
+    fed = make_feeder((inputs, targets), CPU)
+    assert type(fed) is Feeder and fed.leaves[0] is inputs and fed.leaves[1] is targets
 
 
 # Copies that are late.
@@ -136,7 +138,7 @@ def test_a_buffer_is_written_again_only_when_its_copy_is_done() -> None:
     """Nobody reads before all eight steps have been fed: three and more copies are under way, from two buffers."""
     inputs, targets = samples()
     copies = LateCopies()
-    fed = PrefetchingFeeder(inputs, targets, CPU, copies)
+    fed = PrefetchingFeeder((inputs, targets), CPU, copies)
     plan = steps([5, 5, 5, 4, 6, 5, 0, 2])
     got = []
     for indices, following in zip(plan, [*plan[1:], None], strict=True):
@@ -145,23 +147,23 @@ def test_a_buffer_is_written_again_only_when_its_copy_is_done() -> None:
             fed.prefetch(following)
         assert len({source.data_ptr() for _, source, _ in copies.pending if source.numel()}) <= 4  # two buffers
     copies.finish()
-    for (some_inputs, some_targets), indices in zip(got, plan, strict=True):
+    for ((some_inputs, some_targets), _), indices in zip(got, plan, strict=True):
         assert torch.equal(some_inputs, inputs[indices]) and torch.equal(some_targets, targets[indices])
     assert [len(each) for each in copies.handed_over] == [size for size in (5, 5, 5, 4, 6, 5, 0, 2) for _ in range(2)]
 
 
 def test_prefetching_begins_the_copy_and_feed_only_hands_it_over() -> None:
     copies = LateCopies()
-    fed = PrefetchingFeeder(*samples(), CPU, copies)
+    fed = PrefetchingFeeder(samples(), CPU, copies)
     first, second = steps([4, 4])
     fed.prefetch(first)
     assert len(copies.pending) == 2 and not copies.handed_over
-    ((some_inputs, _),) = fed.feed(first)
+    (((some_inputs, _), _),) = fed.feed(first)
     assert len(copies.pending) == 2 and copies.handed_over[0].data_ptr() == some_inputs.data_ptr()
     assert (some_inputs == UNWRITTEN).all()  # nobody has waited
     fed.prefetch(second)
     assert len(copies.pending) == 4  # from the other buffer, so the first copy need not be done
-    ((some_inputs, _),) = fed.feed(first)  # not what was foretold
+    (((some_inputs, _), _),) = fed.feed(first)  # not what was foretold
     copies.finish()
     assert torch.equal(some_inputs, samples()[0][first])
 
@@ -192,8 +194,8 @@ def test_the_feeder_of_a_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int, t
     """40 samples take 240 bytes of inputs and 320 of targets."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 80 << 30))
     monkeypatch.setattr(feeder, "CopyStream", lambda device: LateCopies())
-    monkeypatch.setattr(feeder, "ResidentFeeder", lambda inputs, targets, device: "resident")
-    fed = make_feeder(*samples(), torch.device("cuda", 0), trains)
+    monkeypatch.setattr(feeder, "ResidentFeeder", lambda samples, device: "resident")
+    fed = make_feeder(samples(), torch.device("cuda", 0), trains)
     assert fed == "resident" if kind == "resident" else type(fed) is {"plain": Feeder}.get(kind, PrefetchingFeeder)
 
 
@@ -212,7 +214,7 @@ class Counting(PrefetchingFeeder):
 
     hits = 0
 
-    def feed(self, indices: Tensor, parts: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+    def feed(self, indices: Tensor, parts: int = 1) -> Iterator[tuple[Tree, int]]:
         self.hits += self._ahead is not None and self._ahead.indices is indices
         yield from super().feed(indices, parts)
 
@@ -220,8 +222,8 @@ class Counting(PrefetchingFeeder):
 def prefetching(communicator: Any, job: Any) -> dict[str, Any]:
     """The worker function, with a feeder that prefetches, whatever the size of the data."""
     trainer = loop.Trainer(communicator, job)
-    data, device = (trainer.data["train_inputs"], trainer.data["train_targets"]), communicator.device
-    trainer.feeder = fed = Counting(*data, device, CopyStream(device) if device.type == "cuda" else PromptCopies())
+    device, (samples, _) = communicator.device, job.samples(communicator.shared)
+    trainer.feeder = fed = Counting(samples, device, CopyStream(device) if device.type == "cuda" else PromptCopies())
     first_step, epochs = trainer.steps_done, trainer.epochs - len(trainer.history)
     result = trainer.run()
     foretold = trainer.steps_done - first_step - epochs if trainer.strategy.knows_next_share else 0
@@ -310,11 +312,11 @@ def test_what_indexing_gives_on_a_gpu(kind: str, dtype: torch.dtype, parts: int,
 def test_the_feeder_of_a_real_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
     inputs, targets = samples()
-    little = make_feeder(inputs, targets, device)
-    assert type(little) is ResidentFeeder and little.inputs.device == little.targets.device == device
-    assert type(make_feeder(inputs, targets, device, trains=False)) is Feeder
+    little = make_feeder((inputs, targets), device)
+    assert type(little) is ResidentFeeder and all(leaf.device == device for leaf in little.leaves)
+    assert type(make_feeder((inputs, targets), device, trains=False)) is Feeder
     monkeypatch.setattr(feeder, "RESIDENT_BYTES", inputs.nbytes + targets.nbytes - 1)
-    assert type(make_feeder(inputs, targets, device)) is PrefetchingFeeder
+    assert type(make_feeder((inputs, targets), device)) is PrefetchingFeeder
     assert CopyStream(device).buffer(5, inputs).is_pinned()
 
 
@@ -335,11 +337,11 @@ def test_streams_that_are_held_up(copies: type[CopyStream], compute_cycles: int)
     device = torch.device("cuda", 0)
     inputs = torch.randint(0, 256, (64, 3, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     targets = torch.arange(64)
-    fed = PrefetchingFeeder(inputs, targets, device, copies(device))
+    fed = PrefetchingFeeder((inputs, targets), device, copies(device))
     plan = list(torch.randperm(64, generator=torch.Generator().manual_seed(2)).split(8))
     seen = []
     for indices, following in zip(plan, [*plan[1:], None], strict=True):
-        for some_inputs, some_targets in fed.feed(indices, parts=2):
+        for (some_inputs, some_targets), _ in fed.feed(indices, parts=2):
             if compute_cycles:
                 torch.cuda._sleep(compute_cycles)
             seen.append((some_inputs.clone(), some_targets.clone()))

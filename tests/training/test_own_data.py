@@ -15,10 +15,10 @@ from torch.nn.functional import cross_entropy
 
 from torch_parallel import RunConfig, WorkerFailure, train
 from torch_parallel.strategies import STRATEGIES
-from torch_parallel.training.evaluate import count_correct
-from torch_parallel.training.outputs import OutputMisfit, fitting
+from torch_parallel.training.evaluate import evaluate
 from torch_parallel.training.run import TrainingRun
 from torch_parallel.workloads import DataError, Dataset
+from torch_parallel.workloads.outputs import OutputMisfit, fitting
 
 three_strategies = pytest.mark.parametrize("strategy", ["ring_all_reduce", "param_server", "ddp"])
 
@@ -167,10 +167,10 @@ def test_a_model_that_writes_into_its_batch_changes_no_data(
 def test_evaluation_in_this_process_leaves_the_data_alone(inputs: Tensor) -> None:
     """As in the control scripts, whose test set is the caller's own."""
     given = inputs.clone()
-    form = data(train_inputs=given, test_inputs=given[:10]).form
+    task = data(train_inputs=given, test_inputs=given[:10]).task
     model = nn.Sequential(Doubles() if inputs.is_floating_point() else Counts()).to(torch.float32)
-    twice = [count_correct(model, given, TARGETS, lambda x: form.normalize(x, torch.float32)) for _ in range(2)]
-    assert twice[0] == twice[1] and torch.equal(given, inputs)
+    once, again = (evaluate(model, task, {"inputs": given, "targets": TARGETS}, torch.float32) for _ in range(2))
+    assert once.loss_sum == again.loss_sum and torch.equal(given, inputs)
 
 
 # Models whose output is not one row of logits a sample.
@@ -189,8 +189,8 @@ class Gives(nn.Module):
 
 
 MISFITS: list[tuple[str, Callable[[Tensor], Any], str]] = [
-    ("tuple", lambda logits: (logits, logits), "a tuple"),
-    ("dict", lambda logits: {"logits": logits}, "a dict"),
+    ("tuple", lambda logits: (None, logits), "a NoneType"),
+    ("dict", lambda logits: {"scores": logits}, "a dict"),
     ("nothing", lambda logits: None, "a NoneType"),
     ("places", lambda logits: logits.unsqueeze(2).expand(-1, -1, 5), r"a tensor \[4, 3, 5\] of torch.float32"),
     ("one", lambda logits: logits.sum(1), r"a tensor \[4\] of torch.float32"),

@@ -23,7 +23,8 @@ def batches(
 ) -> list[tuple[Tensor, int]]:
     """For each step this worker's samples, and the samples of all workers together."""
     shares = synchronous_shares(sample_count, batch_size, worker_index, worker_count, first_sample)
-    return [(indices, share.count) for indices, share in sampler.batches(sample_count, seed, epoch, shares)]
+    order = epoch_order(sample_count, seed, epoch)
+    return [(indices, share.count) for indices, share in sampler.batches(order, shares)]
 
 
 def taken(sample_count: int, batch_size: int, seed: int, epoch: int, workers: int) -> list[list[list[int]]]:
@@ -126,7 +127,7 @@ def test_looking_ahead(steps: int) -> None:
             asked.append(step)
             yield Share(slice(2 * step, 2 * step + 2), 2, 2 * step + 2)
 
-    drawn = looking_ahead(sampler.batches(8, 0, 1, shares()))
+    drawn = looking_ahead(sampler.batches(epoch_order(8, 0, 1), shares()))
     following = None
     for step, (indices, share, upcoming) in enumerate(drawn):
         assert share.done == 2 * step + 2 and indices.tolist() == epoch_order(8, 0, 1)[2 * step : 2 * step + 2].tolist()

@@ -10,12 +10,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import cross_entropy
 
 from torch_parallel.bench.common import recorded, save, start_group
 from torch_parallel.bench.sides import difference_of
@@ -25,10 +23,13 @@ from torch_parallel.launcher import launch
 from torch_parallel.results import RunFolder
 from torch_parallel.strategies.builtin import at_its_best
 from torch_parallel.training.config import DEVICES, ConfigError, OneLineParser, RunConfig
+from torch_parallel.training.evaluate import step_targets
 from torch_parallel.training.job import Job, make_job
 from torch_parallel.training.loop import Trainer
 from torch_parallel.training.optimizers import make_optimizer
-from torch_parallel.workloads import DATASETS, MODELS, build_model, load_dataset
+from torch_parallel.workloads import DATASETS, MODELS
+from torch_parallel.workloads.tree import count, rows, to
+from torch_parallel.workloads.workload import load_workload
 
 
 def time_epochs(communicator: Communicator, job: Job, repeats: int, store: str) -> dict[str, list[float]]:
@@ -59,29 +60,32 @@ class Control:
     """
 
     def __init__(self, communicator: Communicator, job: Job) -> None:
-        self.communicator, self.config, self.dataset = communicator, job.config, job.dataset
+        self.communicator, self.config, self.task = communicator, job.config, job.task
         device = communicator.device
-        self.inputs, self.targets = (communicator.shared[f"train_{what}"].to(device) for what in ("inputs", "targets"))
+        self.in_host_memory, _ = job.samples(communicator.shared)
+        self.samples = to(self.in_host_memory, device)
+        self.batch_size = job.config.batch_size_on(job.data_name)
         torch.manual_seed(job.config.seed)
         model = job.make_model().to(device)
         self.model = at_its_best(model, device_ids=[device.index] if device.type == "cuda" else None)
         self.optimizer = make_optimizer(
             list(model.named_parameters()),
             job.config.optimizer,
-            job.config.learning_rate_on(job.dataset.name),
+            job.config.learning_rate_on(job.data_name),
             job.config.momentum,
             job.config.weight_decay,
         )
 
     def train_epoch(self, epoch: int) -> None:
-        count, world_size = len(self.targets), self.communicator.world_size
+        size, world_size = count(self.samples), self.communicator.world_size
         generator = torch.Generator().manual_seed((self.config.seed * 1_000_003 + epoch) % 2**63)
-        order = torch.randperm(count, generator=generator).to(self.communicator.device)
-        for batch in order.split(self.config.batch_size_on(self.dataset.name)):
-            mine = batch.tensor_split(world_size)[self.communicator.rank]
-            logits = self.model(self.dataset.normalize(self.inputs[mine], torch.float32))
-            # DDP takes the mean over the ranks: this makes it the mean over the samples
-            loss = cross_entropy(logits, self.targets[mine], reduction="sum") * world_size / len(batch)
+        order = torch.randperm(size, generator=generator)
+        targets = step_targets(self.task, self.in_host_memory, order, self.batch_size)
+        for whole, total in zip(order.to(self.communicator.device).split(self.batch_size), targets, strict=True):
+            mine = whole.tensor_split(world_size)[self.communicator.rank]
+            batch = self.task.prepare(rows(self.samples, mine), torch.float32)
+            # DDP takes the mean over the ranks: this makes it the mean over the targets
+            loss = self.task.loss_sum(self.task.forward(self.model, batch), batch) * (world_size / max(1, total))
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()
@@ -105,11 +109,10 @@ def bench_epoch(arguments: list[str]) -> None:
     config = RunConfig(n_gpus=n, model=options.model, batch_size=options.batch_size, device=device)
     if chosen is not None:
         print(chosen)
-    dataset, line = load_dataset(options.dataset, options.data_dir, options.train_size, config.seed)
+    workload, line = load_workload(options.model, options.dataset, options.data_dir, options.train_size, config.seed)
     folder = RunFolder(options.results_dir, f"bench_epoch_{options.model}_n{n}")
     print(f"{line}; {options.model}, {n} worker{'s' if n > 1 else ''} on {device}, global batch {options.batch_size}")
-    make_model = partial(build_model, options.model, dataset.image_shape, dataset.class_count)
-    job, shared = make_job(config, dataset, make_model)
+    job, shared = make_job(config, workload.task, workload.samples, workload.make_model)
     entries = {"model": options.model, "data": line, "batch_size": options.batch_size, "device": device}
     with recorded(folder, n=n, **entries), tempfile.TemporaryDirectory() as temporary:
         given = (job, options.repeats, f"{temporary}/store")

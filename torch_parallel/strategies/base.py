@@ -80,6 +80,8 @@ class Strategy(ABC):
         self.model = model
         self.forward: Callable[..., Any] = model
         """Maps a batch to logits: the model, or what a strategy put around it."""
+        self.count_targets: Callable[[slice], int] = lambda places: int(places.stop - places.start)
+        """How many targets the samples at these places of the epoch's order have; the training loop says it."""
         self.loss_factor = 1.0
         """By what the loss is multiplied before backward, for a strategy that takes means where ours take sums."""
         self.communicator = communicator

@@ -140,9 +140,9 @@ class DistributedDataParallelStrategy(Builtin):
         finally:
             set_deadline(deadline_of(self.communicator.deadline_s))
 
-    def _forward(self, *inputs: Any) -> Any:
+    def _forward(self, *inputs: Any, **named: Any) -> Any:
         try:
-            return self.ddp(*inputs)
+            return self.ddp(*inputs, **named)
         except RuntimeError as error:
             if "Expected to have finished reduction" not in str(error):
                 raise

@@ -38,6 +38,7 @@ class ParamServerBackup(Serving):
         self._step = 0  # of the epoch, as the server sees it
         self._told = dict.fromkeys(self._workers, 0)  # which step each worker was given last
         self._samples = [1] * len(self._workers)  # of each worker in this step; equal where no epoch is asked for
+        self._targets = self._samples
 
     @classmethod
     def in_step(cls, **options: Any) -> bool:
@@ -62,7 +63,9 @@ class ParamServerBackup(Serving):
         self._step, self._told = 0, dict.fromkeys(self._workers, 0)
         for each in steps:
             parts = [shard(each.count, index, len(self._workers)) for index in range(len(self._workers))]
+            start = each.whole.start
             self._samples = [part.stop - part.start for part in parts]
+            self._targets = [self.count_targets(slice(start + part.start, start + part.stop)) for part in parts]
             yield each
         self._release_the_late()
 
@@ -95,11 +98,11 @@ class ParamServerBackup(Serving):
         return self._samples[worker - self.communicator.first_worker]
 
     def reduce(self, bucket: Bucket) -> None:
-        """The sum of the gradients kept, each divided by the samples of all: made the mean over the samples kept."""
+        """The sum of the gradients kept, each divided by the targets of all: made the mean over the targets kept."""
         super().reduce(bucket)
-        kept = sum(map(self._count_of, self._kept))
-        if 0 < kept < sum(self._samples):
-            bucket.shared.local[: bucket.numel].mul_(sum(self._samples) / kept)
+        kept = sum(self._targets[worker - self.communicator.first_worker] for worker in self._kept)
+        if 0 < kept < sum(self._targets):
+            bucket.shared.local[: bucket.numel].mul_(sum(self._targets) / kept)
 
     def _answer_pushes(self) -> None:
         left_out = [self._count_of(worker) for worker in self._workers if worker not in self._kept]

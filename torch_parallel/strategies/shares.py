@@ -10,12 +10,18 @@ from torch_parallel.collectives.schedule import chunk_bounds
 
 @dataclass(frozen=True)
 class Share:
-    """One step of one rank. The gradient is that of the sum of the losses at `places`, divided by `count`."""
+    """One step of one rank. The gradient is that of the sum of the losses at `places`, divided by how many targets the
+    whole step has, which is of `count` samples."""
 
     places: slice
     count: int
     done: int
     """Samples of the epoch that all workers together have been given up to here."""
+
+    @property
+    def whole(self) -> slice:
+        """The places of the whole step."""
+        return slice(self.done - self.count, self.done)
 
 
 def shard(sample_count: int, worker_index: int | None, worker_count: int) -> slice:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-# (this worker's samples, all workers' samples, workers that have samples) -> divisor
+# (this worker's targets, all workers' targets, workers that have targets) -> divisor
 AGGREGATES: dict[str, Callable[[int, int, int], int]] = {
-    "weighted": lambda own, total, workers: total,  # the mean over all samples
+    "weighted": lambda own, total, workers: total,  # the mean over all targets
     "mean": lambda own, total, workers: own * workers,  # the mean of the workers' means
     "sum": lambda own, total, workers: own,  # the sum of the workers' means
 }
 
 
 def divisor(name: str, own_count: int, global_count: int, worker_count: int) -> int:
-    """For a worker with `own_count` of the step's `global_count` samples, which `worker_count` workers split evenly.
+    """For a worker with `own_count` of the step's `global_count` targets, which lie on `worker_count` workers.
 
-    A worker without samples has no mean and does not count: were the others' divided by it too, the last step of an
+    A worker without targets has no mean and does not count: were the others' divided by it too, the last step of an
     epoch would be smaller for no reason.
     """
-    workers = min(global_count, worker_count)  # a split leaves nobody out while there are samples
-    return max(1, AGGREGATES[name](own_count, global_count, workers))
+    return max(1, AGGREGATES[name](own_count, global_count, worker_count))

@@ -91,6 +91,11 @@ class RunConfig:
     dataset: str | None = flag(
         None, "data set (default: mnist where it is found or can be downloaded, else digits)", DATASETS.keys()
     )
+    workload: str | None = flag(
+        None,
+        "model, task and data of your own, in the place of --model and --dataset: a file and a function in it that "
+        "returns them, such as mine.py:make",
+    )
     data_dir: str | None = flag(
         None, "folder with the data; then the folder named by TORCH_PARALLEL_DATA, then ./data, are looked into"
     )

@@ -22,7 +22,7 @@ from torch_parallel.training.config import RunConfig
 from torch_parallel.training.record import Epoch, Saved, Served, Started, Steps
 from torch_parallel.training.sampler import step_count
 from torch_parallel.units import bytes_text
-from torch_parallel.workloads import Dataset
+from torch_parallel.workloads.samples import Samples
 
 
 class Display:
@@ -31,14 +31,14 @@ class Display:
     def __init__(
         self,
         config: RunConfig,
-        dataset: Dataset,
+        samples: Samples,
         folder: RunFolder,
         model_name: str,
         device: str,
         verbose: bool,
     ) -> None:
         self.config = config
-        self.dataset = dataset
+        self.samples = samples
         self.folder = folder
         self.model_name = model_name
         self.device = device
@@ -47,14 +47,14 @@ class Display:
         self.servers = STRATEGIES[config.strategy].server_count
         self.launched_s = time.perf_counter()
         self.threads = threads_per_worker(self.processes)
-        self.batch_size = config.batch_size_on(dataset.name)
-        self.steps = step_count(len(dataset.train_targets), self.batch_size)
+        self.batch_size = config.batch_size_on(samples.name)
+        self.steps = step_count(samples.train_size, self.batch_size)
         self.kind = "emulated" if emulation.flags(config) else "measured"
         same = {"run_id": folder.run_id, "kind": self.kind, "strategy": config.strategy}
         self.steps_file = StepsFile(config.steps_csv, **same) if config.steps_csv else None
         # disable=None: no bar where the output is not a terminal
         self.bar = tqdm(
-            total=self.steps * config.epochs_on(dataset.name),
+            total=self.steps * config.epochs_on(samples.name),
             unit="step",
             disable=None if verbose and sys.stderr is not None else True,  # a daemon may have none
             leave=False,
@@ -112,7 +112,7 @@ class Display:
             if self.config.own_options.get("algorithm") == "auto":
                 each = [f"{bytes_text(bucket['bytes'])} by {bucket['algorithm']}" for bucket in message.buckets]
                 self.say(f"gradients are summed in buckets: {', '.join(each)}")
-            if message.epochs_done >= self.config.epochs_on(self.dataset.name):
+            if message.epochs_done >= self.config.epochs_on(self.samples.name):
                 self.say(f"nothing is left to do: {message.epochs_done} epochs are done; ask for more with --epochs")
         elif isinstance(message, Steps):
             if self.steps_file is not None:
@@ -152,7 +152,7 @@ class Display:
     def _rows(self, epoch: Epoch) -> list[dict[str, Any]]:
         config, links = self.config, emulation.topology(self.config)
         common = {
-            **config.columns(self.dataset.name, self.model_name),
+            **config.columns(self.samples.name, self.model_name),
             "kind": self.kind,
             "strategy": config.strategy,
             "options": json.dumps(self._options()),
@@ -160,7 +160,7 @@ class Display:
             "nodes": links.node_count if links else 1,
             "device": self.device,
             "threads": self.threads,
-            **{key: value for key, value in asdict(epoch).items() if key not in ("ranks", "served")},
+            **{key: value for key, value in asdict(epoch).items() if key not in ("ranks", "served", "metrics")},
         }
         rows = []
         for rank, spent in enumerate(epoch.ranks):

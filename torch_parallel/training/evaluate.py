@@ -7,48 +7,87 @@ they are compared with.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from torch_parallel.training.outputs import fitting
+from torch_parallel.workloads.task import Sums, Task
+from torch_parallel.workloads.tree import Tree, count, rows, to
 
 EVALUATION_BATCH = 500
 
 Moment = float | torch.cuda.Event
 
 
-def count_correct(
-    model: nn.Module,
-    inputs: Tensor,
-    targets: Tensor,
-    prepare: Callable[[Tensor], Tensor],
-    device: torch.device | None = None,
-    class_count: int = 1,
-) -> tuple[float, int, int]:
-    """Sum of the losses, correct predictions, and samples, of `inputs` [n, ...] and `targets` [n].
+@dataclass
+class Evaluation:
+    """What was counted of some test samples; parts of them add up."""
 
-    `prepare` makes a batch of inputs what the model is fed, which is a copy: a model may write in it. Every module is
-    left in the mode it was in. Raises OutputMisfit for a model that gives no logits of at least `class_count` classes.
+    loss_sum: float = 0.0
+    targets: int = 0
+    sums: Sums = field(default_factory=dict)
+    """The task's own, on the CPU."""
+
+    def __add__(self, other: Evaluation) -> Evaluation:
+        return Evaluation(self.loss_sum + other.loss_sum, self.targets + other.targets, _added(self.sums, other.sums))
+
+    @property
+    def loss(self) -> float:
+        """The mean over the targets."""
+        return self.loss_sum / self.targets if self.targets else math.nan
+
+    def metrics(self, task: Task) -> dict[str, float]:
+        return task.metrics(self.sums, self.targets, self.loss)
+
+
+def evaluate(
+    model: nn.Module,
+    task: Task,
+    samples: Tree,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    on_batch: Callable[[], object] = lambda: None,
+) -> Evaluation:
+    """Loss and counts of all `samples`, each once, on `device`.
+
+    The model is given copies: it may write in them. Every module is left in the mode it was in. `on_batch` is called
+    before each batch. Raises what the task raises for an output that does not fit.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()
-    loss_sum, correct = 0.0, 0
+    tested = Evaluation()
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     with torch.no_grad():  # not inference_mode: what a model keeps for later, training may use
-        for start in range(0, len(targets), EVALUATION_BATCH):
-            batch = slice(start, start + EVALUATION_BATCH)
-            wanted = targets[batch].to(device)
-            logits = fitting(model(prepare(inputs[batch].to(device, copy=True))), len(wanted), class_count)
-            loss_sum += cross_entropy(logits, wanted, reduction="sum").item()
-            correct += int((logits.argmax(1) == wanted).sum())
+        for start in range(0, count(samples), EVALUATION_BATCH):
+            on_batch()
+            stored = rows(samples, slice(start, start + EVALUATION_BATCH))
+            batch = task.prepare(to(stored, device, copy=True), dtype)
+            output = task.forward(model, batch)
+            loss_sum += task.loss_sum(output, batch).double()
+            tested.sums = _added(tested.sums, task.metric_sums(output, batch))
     for module in training:
         module.training = True
-    return loss_sum, correct, len(targets)
+    counts = task.target_counts(samples)
+    tested.loss_sum, tested.targets = loss_sum.item(), count(samples) if counts is None else int(counts.sum())
+    tested.sums = {name: each.cpu() for name, each in tested.sums.items()}
+    return tested
+
+
+def _added(some: Sums, others: Sums) -> Sums:
+    both = {name: some[name] + others[name] for name in some.keys() & others.keys()}
+    return {**some, **others, **both}
+
+
+def step_targets(task: Task, samples: Tree, order: Tensor, batch_size: int) -> list[int]:
+    """How many targets each step of an epoch has, whose samples come in this `order`, int64 [n] on the CPU."""
+    counts = task.target_counts(samples)
+    return [len(step) if counts is None else int(counts[step].sum()) for step in order.split(batch_size)]
 
 
 def moment(device: torch.device) -> Moment:

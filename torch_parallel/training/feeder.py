@@ -18,29 +18,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_parallel.workloads.tree import Tree, leaves, nbytes, rebuilt, rows, to
+
 RESIDENT_BYTES = 2 << 30
 RESIDENT_PART = 4
 """Data stays on a GPU if it takes at most so many bytes, and at most one part in so many of the free memory."""
 
 
 class Feeder:
-    """Feeds from where `inputs` [n, ...] and `targets` [n] lie, and waits for every copy from there to the device."""
+    """Feeds from where the `samples`, a tree of tensors [n, ...], lie, and waits for every copy to the device."""
 
-    def __init__(self, inputs: Tensor, targets: Tensor, device: torch.device) -> None:
-        self.inputs, self.targets, self.device = inputs, targets, device
+    def __init__(self, samples: Tree, device: torch.device) -> None:
+        self.samples, self.device = samples, device
+        self.leaves: list[Tensor] = list(leaves(samples).values())
 
     @property
     def index_device(self) -> torch.device:
         """Where the samples are indexed, so where their indices had better be from the start."""
-        return self.inputs.device
+        return self.leaves[0].device
 
-    def feed(self, indices: Tensor, parts: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """The samples at `indices`, int64 [b], as `parts` micro-batches (inputs, targets) on the device.
+    def feed(self, indices: Tensor, parts: int = 1) -> Iterator[tuple[Tree, int]]:
+        """The samples at `indices`, int64 [b], as `parts` micro-batches on the device, and how many each has.
 
         They are cut as `tensor_split` cuts; some may be empty, and all are if b is 0.
         """
         for part in indices.tensor_split(parts):
-            yield self.inputs[part].to(self.device), self.targets[part].to(self.device)
+            yield to(rows(self.samples, part), self.device), len(part)
 
     def prefetch(self, indices: Tensor) -> None:
         """Begins to fetch what the next `feed` is going to ask for, by the same tensor; a hint, which may be ignored.
@@ -49,17 +52,17 @@ class Feeder:
         """
 
 
-def make_feeder(inputs: Tensor, targets: Tensor, device: torch.device, trains: bool = True) -> Feeder:
+def make_feeder(samples: Tree, device: torch.device, trains: bool = True) -> Feeder:
     """The fastest feeder for a rank on `device` that has all training samples in the host's memory.
 
     A rank that never `trains`, a server, leaves the memory of its GPU alone.
     """
     if device.type != "cuda" or not trains:
-        return Feeder(inputs, targets, device)
+        return Feeder(samples, device)
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    if stays_on_gpu(inputs.nbytes + targets.nbytes, free_bytes):
-        return ResidentFeeder(inputs, targets, device)
-    return PrefetchingFeeder(inputs, targets, device, CopyStream(device))
+    if stays_on_gpu(nbytes(samples), free_bytes):
+        return ResidentFeeder(samples, device)
+    return PrefetchingFeeder(samples, device, CopyStream(device))
 
 
 def stays_on_gpu(data_bytes: int, free_bytes: int) -> bool:
@@ -70,34 +73,34 @@ def stays_on_gpu(data_bytes: int, free_bytes: int) -> bool:
 class ResidentFeeder(Feeder):
     """The data lies on the device, in a copy of this rank's own."""
 
-    def __init__(self, inputs: Tensor, targets: Tensor, device: torch.device) -> None:
-        super().__init__(inputs.to(device), targets.to(device), device)
+    def __init__(self, samples: Tree, device: torch.device) -> None:
+        super().__init__(to(samples, device), device)
 
 
 class PrefetchingFeeder(Feeder):
     """Copies one batch ahead. See the module's docstring."""
 
-    def __init__(self, inputs: Tensor, targets: Tensor, device: torch.device, copies: CopyStream) -> None:
-        super().__init__(inputs, targets, device)
+    def __init__(self, samples: Tree, device: torch.device, copies: CopyStream) -> None:
+        super().__init__(samples, device)
         self._copies = copies
-        self._buffers = [_Buffer(inputs[:0], targets[:0]) for _ in range(2)]
+        self._buffers = [_Buffer([leaf[:0] for leaf in self.leaves]) for _ in range(2)]
         self._ahead: _Batch | None = None
 
-    def feed(self, indices: Tensor, parts: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+    def feed(self, indices: Tensor, parts: int = 1) -> Iterator[tuple[Tree, int]]:
         batch, self._ahead = self._ahead, None
         if batch is None or batch.indices is not indices:  # the first step, or nobody knew what comes next
             batch = self._begin(indices)
-        self._copies.hand_over(batch.samples, batch.copied)
-        inputs, targets = batch.samples
-        yield from zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True)
+        self._copies.hand_over(batch.tensors, batch.copied)
+        for micro_batch in zip(*(tensor.tensor_split(parts) for tensor in batch.tensors), strict=True):
+            yield rebuilt(self.samples, list(micro_batch)), len(micro_batch[0])
 
     def prefetch(self, indices: Tensor) -> None:
         self._ahead = self._begin(indices)
 
     def _begin(self, indices: Tensor) -> _Batch:
         self._buffers.reverse()
-        samples = self._collect(indices, self._buffers[0])
-        copied, event = self._copies.begin(samples)
+        tensors = self._collect(indices, self._buffers[0])
+        copied, event = self._copies.begin(tensors)
         self._buffers[0].copied = event
         return _Batch(indices, copied, event)
 
@@ -106,28 +109,26 @@ class PrefetchingFeeder(Feeder):
         if buffer.copied is not None:
             buffer.copied.synchronize()
         count = len(indices)
-        if len(buffer.targets) < count:
-            buffer.inputs = self._copies.buffer(count, self.inputs)
-            buffer.targets = self._copies.buffer(count, self.targets)
-        # index_select: of large images, it takes a tenth of the time of inputs[indices]
-        torch.index_select(self.inputs, 0, indices, out=buffer.inputs[:count])
-        torch.index_select(self.targets, 0, indices, out=buffer.targets[:count])
-        return [buffer.inputs[:count], buffer.targets[:count]]
+        if len(buffer.tensors[0]) < count:
+            buffer.tensors = [self._copies.buffer(count, leaf) for leaf in self.leaves]
+        for leaf, tensor in zip(self.leaves, buffer.tensors, strict=True):
+            # index_select: of large images, it takes a tenth of the time of leaf[indices]
+            torch.index_select(leaf, 0, indices, out=tensor[:count])
+        return [tensor[:count] for tensor in buffer.tensors]
 
 
 @dataclass
 class _Buffer:
     """Host memory for one batch, and what says that the last copy from it is done."""
 
-    inputs: Tensor
-    targets: Tensor
+    tensors: list[Tensor]
     copied: Any = None
 
 
 @dataclass
 class _Batch:
     indices: Tensor
-    samples: list[Tensor]  # inputs and targets, on the device once it is `copied`
+    tensors: list[Tensor]  # on the device once they are `copied`
     copied: Any
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from torch_parallel.communicator import Communicator
 from torch_parallel.status import COMPUTING, EVALUATING, SAVING
@@ -25,18 +25,19 @@ from torch_parallel.training import checkpoint, emulation, model_state
 from torch_parallel.training.aggregate import divisor
 from torch_parallel.training.clock import EpochClock
 from torch_parallel.training.compiling import compile_layers
-from torch_parallel.training.evaluate import count_correct
+from torch_parallel.training.evaluate import Evaluation, evaluate
 from torch_parallel.training.feeder import make_feeder
-from torch_parallel.training.job import TENSORS, Job
+from torch_parallel.training.job import TARGET_COUNTS, Job
 from torch_parallel.training.optimizers import make_optimizer
-from torch_parallel.training.outputs import fitting
 from torch_parallel.training.record import Epoch, RankEpoch, Saved, Served, Started, Steps
 from torch_parallel.training.recorder import StepRecorder, compute_ends
 from torch_parallel.training.replica import build_replica, seed_generators
-from torch_parallel.training.sampler import batches, looking_ahead, step_count
+from torch_parallel.training.sampler import batches, epoch_order, looking_ahead, step_count
 from torch_parallel.training.schedule import factor
 from torch_parallel.training.soundness import Soundness, look_at_losses, look_at_skipped
+from torch_parallel.training.targets import TargetCounts
 from torch_parallel.training.tracing import Tracer
+from torch_parallel.workloads.tree import Tree, count, rows
 
 
 def train_worker(communicator: Communicator, job: Job) -> dict[str, Any]:
@@ -51,18 +52,19 @@ class Trainer:
         self.communicator = communicator
         self.job = job
         self.config = config = job.config
-        self.epochs, self.batch_size = config.epochs_on(job.dataset.name), config.batch_size_on(job.dataset.name)
-        self.learning_rate = config.learning_rate_on(job.dataset.name)
-        self.dataset = job.dataset
-        self.data = {name: communicator.shared[name] for name in TENSORS}
-        self.train_size, self.test_size = len(self.data["train_targets"]), len(self.data["test_targets"])
+        self.epochs, self.batch_size = config.epochs_on(job.data_name), config.batch_size_on(job.data_name)
+        self.learning_rate = config.learning_rate_on(job.data_name)
+        self.task = job.task
+        train_samples, self.test_samples = job.samples(communicator.shared)
+        self.train_size = count(train_samples)
+        self.targets = TargetCounts(communicator.shared.get(TARGET_COUNTS))
         self.dtype = getattr(torch, config.dtype)
         update_count = STRATEGIES[config.strategy].update_count
         self.total_steps = self.epochs * update_count(self.train_size, self.batch_size, communicator.worker_count)
         self.steps_done = 0  # of the run; between two epochs, the updates that were made
         self.saved_step = 0
         self.samples_done = 0  # of the present epoch, by all workers
-        self.samples_seen = 0  # of the present epoch, by this rank; what a resumed epoch had seen, by the first worker
+        self.targets_seen = 0  # of the present epoch, by this rank; what a resumed epoch had seen, by the first worker
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=communicator.device)  # of the present epoch
         self.compiled_for: set[int] = set()  # batches of these sizes
         self.history: list[Epoch] = []
@@ -78,6 +80,7 @@ class Trainer:
         if config.compile:
             compile_layers(self.model)
         self.strategy = self._make_strategy()
+        self.strategy.count_targets = self.targets.at
         # Dropout and augmentation draw differently on every rank, and the same again in the next run.
         seed_generators(config.seed * 1_000_003 + 7919 * (communicator.rank + 1))
         if saved is not None:
@@ -88,9 +91,7 @@ class Trainer:
         self.recorder = StepRecorder(communicator, self.strategy) if config.steps_csv else None
         self.slowdown = emulation.slowdown(config, communicator.rank)
         # last: how much memory the GPU has left is known when model and buffers are there
-        self.feeder = make_feeder(
-            self.data["train_inputs"], self.data["train_targets"], communicator.device, not communicator.is_server
-        )
+        self.feeder = make_feeder(train_samples, communicator.device, not communicator.is_server)
 
     def run(self) -> dict[str, Any]:
         if self.communicator.worker_index == 0:
@@ -163,22 +164,24 @@ class Trainer:
         if self.recorder:
             self.recorder.begin()
         self.strategy.begin_step()
-        divided_by = divisor(config.aggregate, len(indices), share.count, self.communicator.worker_count)
-        before = (self.loss_sum.clone(), self.samples_seen) if config.not_finite == "skip" else None
+        own_targets, *others = self.targets.of_step(share, self.communicator.worker_count)
+        divided_by = divisor(config.aggregate, own_targets, *others)
+        before = (self.loss_sum.clone(), self.targets_seen) if config.not_finite == "skip" else None
         compiling = self._compiling(len(indices))
         with self._span("compute", f"step {step} of epoch {epoch}"), compiling:
             start_s = time.perf_counter()
-            for number, (inputs, targets) in enumerate(self.feeder.feed(indices, config.accumulate), start=1):
+            for number, (batch, size) in enumerate(self.feeder.feed(indices, config.accumulate), start=1):
                 # a rank without samples exchanges all the same
-                if len(targets) or self.strategy.every_rank_computes:
+                if size or self.strategy.every_rank_computes:
                     with self.strategy.synchronising(last=number == config.accumulate):
-                        self._forward_and_backward(inputs, targets, divided_by)
+                        self._forward_and_backward(batch, divided_by)
+            self.targets_seen += own_targets
             if upcoming is not None:
                 self.feeder.prefetch(upcoming)
             compute_ends(start_s, self.steps_done, self.communicator.device, self.slowdown, self.recorder)
         self.strategy.step()
         if before is not None and self.strategy.step_was_skipped:
-            self.loss_sum, self.samples_seen = before
+            self.loss_sum, self.targets_seen = before
         if config.in_step and share.count < self.communicator.worker_count:
             self._share_with_the_idle(has_samples=len(indices) > 0)
         if self.recorder:
@@ -213,13 +216,12 @@ class Trainer:
         every = self.config.checkpoint_every
         return every > 0 and self.steps_done // every > self.saved_step // every
 
-    def _forward_and_backward(self, inputs: Tensor, targets: Tensor, divided_by: int) -> None:
+    def _forward_and_backward(self, stored: Tree, divided_by: int) -> None:
         with self._precision():
-            logits = fitting(self.strategy.forward(self._prepare(inputs)), len(targets), self.dataset.class_count)
-            loss_sum = cross_entropy(logits, targets, reduction="sum")
+            batch = self.task.prepare(stored, self.dtype)
+            loss_sum = self.task.loss_sum(self.task.forward(self.strategy.forward, batch), batch)
         (loss_sum / (divided_by / self.strategy.loss_factor)).backward()
         self.loss_sum += loss_sum.detach()
-        self.samples_seen += len(targets)
 
     def _finish_epoch(self, epoch: int, spent: RankEpoch, train_s: float, rate: float) -> None:
         """Evaluates, adds up what all ranks have seen and spent, and tells the launcher.
@@ -232,21 +234,24 @@ class Trainer:
         if self.recorder:
             self.communicator.report(Steps(self.recorder.take()))
         with self._span("evaluate", f"epoch {epoch}"):
-            test_loss, correct = self._evaluate()
+            tested = self._evaluate()
         skipped = self.strategy.skipped_steps
-        own = [self.loss_sum.item(), self.samples_seen, test_loss, correct, skipped, self.steps_done]
+        own = [self.loss_sum.item(), self.targets_seen, skipped, self.steps_done]
         table = self.communicator.all_ranks(torch.tensor([*own, *spent.numbers()], dtype=torch.float64, device="cpu"))
         self.steps_done = int(table[:, len(own) - 1].max())  # a server that waits for nobody has made the most
-        look_at_skipped(int(table[:, 4].max()), self.steps_done, samples=int(table[:, 1].sum()))
+        skipped = int(table[:, 2].max())
+        look_at_skipped(skipped, self.steps_done, targets=int(table[:, 1].sum()))
+        metrics = tested.metrics(self.task)
         record = Epoch(
             epoch=epoch,
             steps=steps,
             train_loss=table[:, 0].sum().item() / table[:, 1].sum().item(),
-            test_loss=table[:, 2].sum().item() / self.test_size,
-            test_accuracy=table[:, 3].sum().item() / self.test_size,
+            test_loss=tested.loss,
+            test_accuracy=metrics.pop("accuracy", math.nan),
+            metrics=metrics,
             train_s=train_s,
             samples_per_s=rate,
-            skipped_steps=int(table[:, 4].max()),
+            skipped_steps=skipped,
             ranks=[RankEpoch.from_numbers(row[len(own) :].tolist()) for row in table],
             served=Served.of(self.strategy.tally, self.communicator),
         )
@@ -254,12 +259,12 @@ class Trainer:
             look_at_losses(record)
         self.history.append(record)
         self.loss_sum.zero_()
-        self.samples_seen = 0
+        self.targets_seen = 0
         if self.communicator.worker_index == 0:
             self.communicator.report(record)
 
-    def _evaluate(self) -> tuple[float, int]:
-        """This rank's share of the test samples: sum of losses, correct predictions. It leaves the model as it was.
+    def _evaluate(self) -> Evaluation:
+        """What all ranks count of the test samples, of which each has a share. It leaves the model as it was.
 
         BatchNorm's statistics are each worker's own while it trains; all evaluate with those of the first worker.
         """
@@ -268,20 +273,16 @@ class Trainer:
         self.strategy.watch.remember("evaluation")
         share_state(self.model, self.communicator, root=self.communicator.first_worker)
         before = ForwardState(self.model)
-        targets = self.data["test_targets"]
-        part = shard(len(targets), self.communicator.worker_index, self.communicator.worker_count)
+        part = shard(count(self.test_samples), self.communicator.worker_index, self.communicator.worker_count)
+        own = rows(self.test_samples, part)
+        beat, device = self.communicator.status.beat, self.communicator.device  # it may be long
         with self._precision(), self.communicator.long_work("testing"):
-            loss_sum, correct, _ = count_correct(
-                self.model,
-                self.data["test_inputs"][part],
-                targets[part],
-                self._prepare,
-                self.communicator.device,
-                self.dataset.class_count,
-            )
+            tested = evaluate(self.model, self.task, own, self.dtype, device, on_batch=beat)
         self.strategy.watch.look()
         before.restore()
-        return loss_sum, correct
+        gathered = self.communicator.gather(tested)
+        total: Evaluation = self.communicator.broadcast_object(sum(gathered, Evaluation()) if gathered else None)
+        return total
 
     def _save(self) -> None:
         """Rank 0, which has parameters and optimizer under every strategy, writes everybody's state to disk.
@@ -308,7 +309,7 @@ class Trainer:
                 "model": model_state.put_together(self.model, others),
                 "optimizer": optimizer,
                 "server_count": self.communicator.server_count,
-                "dataset": self.dataset.name,
+                "dataset": self.job.data_name,
                 "ranks": ranks,
                 "config": asdict(self.config),
             }
@@ -322,7 +323,9 @@ class Trainer:
         communicator = self.communicator
         self.steps_done, self.samples_done = saved["step"], saved["samples_done"]
         self.saved_step = self.steps_done
-        self.samples_seen = self.samples_done if communicator.worker_index == 0 else 0
+        if communicator.worker_index == 0 and self.samples_done:
+            self.targets.begin_epoch(self._order(len(saved["history"]) + 1))
+            self.targets_seen = self.targets.at(slice(0, self.samples_done))
         self.strategy.skipped_steps = saved["skipped_steps"]
         if self.strategy.tally and saved.get("tally"):
             self.strategy.tally = Tally(**saved["tally"])
@@ -353,9 +356,10 @@ class Trainer:
     def _batches(self, epoch: int) -> Iterator[tuple[Tensor, Share, Tensor | None]]:
         """For each step the indices and the share, and the next step's indices if they are known before."""
         shares = self.strategy.shares(self.train_size, self.batch_size, first_sample=self.samples_done)
-        drawn = batches(self.train_size, self.config.seed, epoch, shares, self.feeder.index_device)
+        order = self._order(epoch)
+        self.targets.begin_epoch(order)
+        drawn = batches(order.to(self.feeder.index_device), shares)
         return looking_ahead(drawn) if self.strategy.knows_next_share else ((*each, None) for each in drawn)
 
-    def _prepare(self, inputs: Tensor) -> Tensor:
-        self.communicator.status.beat()  # evaluation may be long
-        return self.dataset.normalize(inputs, self.dtype)
+    def _order(self, epoch: int) -> Tensor:
+        return epoch_order(self.train_size, self.config.seed, epoch)

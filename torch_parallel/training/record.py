@@ -74,7 +74,10 @@ class Served:
 
 @dataclass
 class Epoch:
-    """One line of a run's history. Losses are means over all samples of all workers, accuracy over all test samples."""
+    """One line of a run's history. Losses are means over all targets of all workers, and so is accuracy of the test's.
+
+    `metrics` holds what else the task makes of the test samples, by name; `test_accuracy` is NaN where it has none.
+    """
 
     epoch: int
     steps: int
@@ -86,6 +89,7 @@ class Epoch:
     skipped_steps: int  # so far in the run, because a gradient was not finite
     ranks: list[RankEpoch]
     served: Served | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Epoch:

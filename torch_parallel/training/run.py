@@ -7,7 +7,6 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +23,13 @@ from torch_parallel.training import checkpoint, emulation
 from torch_parallel.training.compiling import check_compiler
 from torch_parallel.training.config import ConfigError, RunConfig
 from torch_parallel.training.display import Display
-from torch_parallel.training.job import TENSORS, make_job
+from torch_parallel.training.job import make_job
 from torch_parallel.training.loop import train_worker
 from torch_parallel.training.network import check_network
 from torch_parallel.training.optimizers import DEFAULT_LR
-from torch_parallel.workloads import DataError, Dataset, build_model, load_dataset
+from torch_parallel.workloads import DataError, Dataset, load_dataset
+from torch_parallel.workloads.own import as_workload, load_own
+from torch_parallel.workloads.workload import Workload, workload_of
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,15 @@ def train(
     *,
     make_model: Callable[[], nn.Module] | None = None,
     dataset: Dataset | None = None,
+    workload: Workload | None = None,
     verbose: bool = True,
     worker_function: Callable[..., Any] = train_worker,
 ) -> TrainingRun:
     """Trains as `config` says, prints one line an epoch, and returns history and trained weights.
 
     `make_model` and `dataset` take the place of `config.model` and `config.dataset`: any model that maps a batch of
-    inputs to logits, any four tensors. `worker_function` is for those who wrap `train_worker`. Works in a notebook,
+    inputs to logits, any four tensors. `workload` takes the place of both: any model, a task that says its loss, any
+    tensors. `worker_function` is for those who wrap `train_worker`. Works in a notebook,
     with functions defined in a cell, any number of times.
 
     Raises ConfigError, DeviceError, DataError, CheckpointError, PreflightError and ResultsError before anything is
@@ -80,30 +83,21 @@ def train(
         check_network(f"--strategy {config.strategy}", instead, device)
     if config.compile:
         check_compiler(device)
-    if dataset is None:
-        dataset, data_line = load_dataset(
-            config.dataset, config.data_dir, config.train_size, config.seed, config.test_size
-        )
-    else:
-        if not isinstance(dataset, Dataset):
-            raise DataError(f"dataset is of type {type(dataset).__name__}; a torch_parallel.Dataset is wanted")
-        dataset.require_samples()
-        data_line = f"{dataset.name} from {dataset.source}"
-        dataset = dataset.subset(config.train_size, config.seed, config.test_size)
-    model_is_given = make_model is not None
-    make_model = make_model or partial(build_model, config.model, dataset.image_shape, dataset.class_count)
-    model_name = getattr(make_model, "__name__", "model") if model_is_given else config.model
-    config = config.on_dataset(dataset.name)
-    config = replace(config, train_size=len(dataset.train_targets), test_size=len(dataset.test_targets))
+    is_the_users = make_model is not None or workload is not None or config.workload is not None
+    workload, data_line = _workload(config, make_model, dataset, workload)
+    samples, model_name = workload.samples, workload.model_name
+    config = config.on_dataset(samples.name)
+    config = replace(config, train_size=samples.train_size, test_size=samples.test_size)
     processes = config.process_count
     if processes < n and device == "cpu":
         device_line = f"no GPU: {config.strategy} runs the plain module in {processes} process"
-    resume_from, resume_line = _checkpoint_to_resume(config, dataset.name) if config.resume else (None, None)
-    batch_norm_line = _check_the_machine(config, dataset, make_model, model_is_given, device)
+    resume_from, resume_line = _checkpoint_to_resume(config, samples.name) if config.resume else (None, None)
+    batch_norm_line = _check_the_machine(config, workload, is_the_users, device)
     _check_writable(steps_csv=config.steps_csv, trace=config.trace)
-    folder = RunFolder(config.results_dir, f"{config.strategy}_{model_name}_{dataset.name}_n{n}")
-    job, shared = make_job(config, dataset, make_model, str(folder.path / "checkpoints"), resume_from)
-    display = Display(config, dataset, folder, model_name, device, verbose)
+    folder = RunFolder(config.results_dir, f"{config.strategy}_{model_name}_{samples.name}_n{n}")
+    checkpoints = str(folder.path / "checkpoints")
+    job, shared = make_job(config, workload.task, samples, workload.make_model, checkpoints, resume_from)
+    display = Display(config, samples, folder, model_name, device, verbose)
     description = {"config": asdict(config), "model": model_name, "dataset": data_line, "device": device}
     description["emulated"] = emulation.flags(config)
     description["strategy_options"] = config.strategy_options_on(device)  # defaults may differ by device
@@ -132,6 +126,32 @@ def train(
         )
         display.say(f"trace in {config.trace}: open it in ui.perfetto.dev{without}")
     return TrainingRun(first_worker["history"], first_worker["weights"], str(folder.path), str(weights_file))
+
+
+def _workload(
+    config: RunConfig,
+    make_model: Callable[[], nn.Module] | None,
+    dataset: Dataset | None,
+    workload: Workload | None,
+) -> tuple[Workload, str]:
+    """What is trained, and one line about its data."""
+    sizes = config.train_size, config.seed, config.test_size
+    if workload is not None or config.workload is not None:
+        if make_model is not None or dataset is not None or (workload is not None and config.workload is not None):
+            raise ConfigError("a workload is the model and the data: give it alone, without make_model and dataset")
+        own = as_workload(workload, "workload is") if workload is not None else load_own(str(config.workload))
+        return own.subset(*sizes), f"{own.samples.name} from {own.samples.source}"
+    if dataset is None:
+        dataset, line = load_dataset(config.dataset, config.data_dir, *sizes)
+    else:
+        if not isinstance(dataset, Dataset):
+            raise DataError(f"dataset is of type {type(dataset).__name__}; a torch_parallel.Dataset is wanted")
+        dataset.require_samples()
+        line = f"{dataset.name} from {dataset.source}"
+        dataset = dataset.subset(*sizes)
+    if make_model is None:
+        return workload_of(dataset, config.model), line
+    return Workload(make_model, dataset.task, dataset.samples, getattr(make_model, "__name__", "model")), line
 
 
 def _refuse_a_launcher_around_this_one() -> None:
@@ -187,15 +207,13 @@ def _checkpoint_to_resume(config: RunConfig, dataset_name: str) -> tuple[str, st
     return str(path), f"going on from {path}" + (f"; changed: {', '.join(changed)}" if changed else "")
 
 
-def _check_the_machine(
-    config: RunConfig, dataset: Dataset, make_model: Callable[[], nn.Module], of_the_user: bool, device: str
-) -> str | None:
+def _check_the_machine(config: RunConfig, workload: Workload, model_is_given: bool, device: str) -> str | None:
     """Raises PreflightError where the run needs more than there is. A line to say where a share may be too small."""
-    strategy = STRATEGIES[config.strategy]
+    strategy, samples = STRATEGIES[config.strategy], workload.samples
     links = emulation.topology(config)
     one_memory = links is None or links.node_count == 1
     preflight.check_open_files(config.process_count)
-    model = preflight.dry_build(make_model, of_the_user)
+    model = preflight.dry_build(workload.make_model, model_is_given)
     if model is None:
         return None
     required = preflight.needs(
@@ -203,7 +221,7 @@ def _check_the_machine(
         itemsize=getattr(torch, config.dtype).itemsize,
         n=config.process_count,
         has_server=strategy.server_count > 0 or (strategy.common_parameters and not one_memory),
-        data_bytes=sum(getattr(dataset, name).nbytes for name in TENSORS),
+        data_bytes=samples.nbytes,
         common_parameters=strategy.common_parameters and one_memory,
         common_sums=strategy.common_sums,
         staleness=config.staleness,
@@ -212,6 +230,6 @@ def _check_the_machine(
     )
     preflight.check(required)
     workers = config.process_count - strategy.server_count
-    batch_size = config.batch_size_on(dataset.name)
-    sizes = len(dataset.train_targets), batch_size, workers, config.accumulate
+    batch_size = config.batch_size_on(samples.name)
+    sizes = samples.train_size, batch_size, workers, config.accumulate
     return preflight.batch_norm_line(*sizes) if model.has_batch_norm else None

@@ -27,11 +27,8 @@ def epoch_order(sample_count: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(sample_count, generator=torch.Generator("cpu").manual_seed(mixed), device="cpu")
 
 
-def batches(
-    sample_count: int, seed: int, epoch: int, shares: Iterable[Share], device: torch.device | str = "cpu"
-) -> Iterator[tuple[Tensor, Share]]:
-    """The sample indices, int64 [b] on `device`, of each of the shares."""
-    order = epoch_order(sample_count, seed, epoch).to(device)
+def batches(order: Tensor, shares: Iterable[Share]) -> Iterator[tuple[Tensor, Share]]:
+    """The sample indices, int64 [b] where the epoch's `order` is, of each of the shares."""
     for share in shares:
         yield order[share.places], share
 

@@ -59,9 +59,9 @@ def look_at_losses(epoch: Epoch) -> None:
             raise NotFinite(f"the {name} loss is NaN or infinite")
 
 
-def look_at_skipped(skipped: int, steps: int, samples: int) -> None:
-    """Raises NotFinite where most steps of the run have been skipped, or nothing of an epoch's samples was used."""
-    if 2 * skipped > steps or samples == 0:
+def look_at_skipped(skipped: int, steps: int, targets: int) -> None:
+    """Raises NotFinite where most steps of the run have been skipped, or nothing of an epoch's data was used."""
+    if 2 * skipped > steps or targets == 0:
         raise NotFinite(
             f"{skipped} of {steps} steps have been skipped, because a gradient was NaN or infinite, so the model has "
             "not seen most of the data; a smaller --lr may help, or --clip_norm"

@@ -4,7 +4,7 @@ A new data set is a function that returns a `Dataset`, and one line in `data.py`
 an `nn.Module`, and one line in `models.py`.
 """
 
-from torch_parallel.workloads.data import DATASETS, DataError, Dataset, DatasetForm, load_dataset
+from torch_parallel.workloads.data import DATASETS, DataError, Dataset, load_dataset
 from torch_parallel.workloads.models import MODELS, build_model
 
-__all__ = ["DATASETS", "MODELS", "DataError", "Dataset", "DatasetForm", "build_model", "load_dataset"]
+__all__ = ["DATASETS", "MODELS", "DataError", "Dataset", "build_model", "load_dataset"]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from torch_parallel.workloads.cifar10 import load_cifar10
-from torch_parallel.workloads.dataset import DataError, DataNotFound, Dataset, DatasetForm
+from torch_parallel.workloads.dataset import DataError, DataNotFound, Dataset
 from torch_parallel.workloads.digits import load_digits
 from torch_parallel.workloads.mnist import load_mnist
 from torch_parallel.workloads.synthetic import load_synthetic
@@ -85,4 +85,4 @@ def _load_default(folders: Sequence[Path]) -> Dataset:
         return replace(digits, source=f"{digits.source}, because {error}")
 
 
-__all__ = ["DATASETS", "DataError", "DataNotFound", "Dataset", "DatasetForm", "load_dataset", "search_folders"]
+__all__ = ["DATASETS", "DataError", "DataNotFound", "Dataset", "load_dataset", "search_folders"]

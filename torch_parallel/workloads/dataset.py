@@ -13,34 +13,8 @@ from torch import Tensor
 
 from torch_parallel.workloads.checks import checked
 from torch_parallel.workloads.errors import DataError, DataNotFound
-
-
-@dataclass(frozen=True)
-class DatasetForm:
-    """What a data set is beside its samples: all that a worker is told, who has these in shared memory."""
-
-    name: str
-    class_count: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    def normalize(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
-        """What the model is fed for a batch `inputs` [b, ...]: same shape and device.
-
-        uint8 becomes (x / 255 - mean) / std per channel, in `dtype` and a new tensor. Floats are taken as ready and
-        only cast to `dtype` (the same tensor if they have it already). Whatever else, such as the numbers of tokens, is
-        fed as it is. Raises ValueError if a batch of images has another number of channels.
-        """
-        if inputs.is_floating_point():
-            return inputs.to(dtype)
-        if inputs.dtype != torch.uint8:
-            return inputs
-        # At least float32 until the end, so that bfloat16 and float16 round each pixel once.
-        scaled = inputs.to(torch.promote_types(dtype, torch.float32)).div_(255)
-        # Python numbers, not tensors of mean and std: these would be copied to the GPU, and waited for, at every batch.
-        for plane, mean, std in zip(scaled.unbind(1), self.mean, self.std, strict=True):
-            plane.sub_(mean).div_(std)
-        return scaled.to(dtype)
+from torch_parallel.workloads.samples import Samples
+from torch_parallel.workloads.task import Classification
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +46,16 @@ class Dataset:
             object.__setattr__(self, name, value)
 
     @property
-    def form(self) -> DatasetForm:
+    def task(self) -> Classification:
         """All but the samples."""
-        return DatasetForm(self.name, self.class_count, self.mean, self.std)
+        return Classification(self.class_count, self.mean, self.std)
+
+    @property
+    def samples(self) -> Samples:
+        """The samples as a task has them."""
+        train = {"inputs": self.train_inputs, "targets": self.train_targets}
+        test = {"inputs": self.test_inputs, "targets": self.test_targets}
+        return Samples(self.name, train, test, self.source)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -88,8 +69,8 @@ class Dataset:
         return channels, height, width
 
     def normalize(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
-        """What the model is fed for a batch: see `DatasetForm.normalize`."""
-        return self.form.normalize(inputs, dtype)
+        """What the model is fed for a batch: see `Classification.normalize`."""
+        return self.task.normalize(inputs, dtype)
 
     def require_samples(self) -> None:
         """Raises DataError, which names the field, where there is nothing to train on or to test with."""
@@ -103,8 +84,8 @@ class Dataset:
         They are drawn without repeats, by `seed` only. The samples keep their order, so the subset of all n is the data
         set itself. Raises DataError unless sizes lie in 1..n.
         """
-        train = self._chosen("train", train_size, len(self.train_targets), seed)
-        test = self._chosen("test", test_size, len(self.test_targets), seed)
+        train = self.samples.chosen("train", train_size, len(self.train_targets), seed)
+        test = self.samples.chosen("test", test_size, len(self.test_targets), seed)
         return replace(
             self,
             train_inputs=self.train_inputs[train],
@@ -113,13 +94,5 @@ class Dataset:
             test_targets=self.test_targets[test],
         )
 
-    def _chosen(self, part: str, size: int | None, count: int, seed: int) -> Tensor | slice:
-        if size is None:
-            return slice(None)
-        if not 1 <= size <= count:
-            raise DataError(f"{part}_size is {size}, but {self.name} has {count} {part} samples ({self.source})")
-        generator = torch.Generator("cpu").manual_seed(seed)
-        return torch.randperm(count, generator=generator, device="cpu")[:size].sort().values
 
-
-__all__ = ["DataError", "DataNotFound", "Dataset", "DatasetForm"]
+__all__ = ["DataError", "DataNotFound", "Dataset"]

@@ -17,8 +17,23 @@ class OutputMisfit(TypeError):
     headline_suffices = True  # see mailbox.Failure
 
 
+def logits_of(output: Any) -> Any:
+    """The logits in what a model gives: itself, the part of that name, or the first of a tuple."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, dict):
+        return output.get("logits", output)
+    if hasattr(output, "logits"):
+        return output.logits
+    return output[0] if isinstance(output, tuple | list) and output else output
+
+
 def fitting(output: Any, samples: int, class_count: int) -> Tensor:
-    """`output`, if it is one tensor [samples, k] of floats with k >= class_count; else raises OutputMisfit."""
+    """The logits in `output`, if they are one tensor [samples, k] of floats with k >= class_count.
+
+    Else raises OutputMisfit.
+    """
+    output = logits_of(output)
     if not isinstance(output, Tensor):
         found = f"a {type(output).__name__}"
     elif output.dim() == 2 and len(output) == samples and output.shape[1] >= class_count and output.is_floating_point():

@@ -1,0 +1,258 @@
+"""A task is all that training knows of what is trained: what the model is fed, the loss, and what is counted.
+
+The loop, the feeder, evaluation, the controls and the benches see batches, which are trees of tensors, and ask it:
+
+  batch = task.prepare(batch, dtype)          what was stored becomes what the model takes
+  output = task.forward(model, batch)
+  loss = task.loss_sum(output, batch)         the sum over the batch's targets, never a mean
+  sums = task.metric_sums(output, batch)      sums again: they add up over batches and over ranks
+  task.metrics(sums)                          figures, from sums over everything
+
+A sum of losses is divided by the targets of the whole step, of all workers. A sample has one target, a class, or many,
+such as its tokens; `target_counts` says how many, for all samples at once and before training. So every rank knows each
+step's divisor without a message, and the mean is exact however targets are spread over samples and workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from torch_parallel.workloads.errors import DataError
+from torch_parallel.workloads.outputs import fitting, logits_of
+from torch_parallel.workloads.tree import Tree, count
+
+Sums = dict[str, Tensor]
+"""By name, of any shape; those of one name are added."""
+
+
+class Task:
+    """To be subclassed: `loss_sum` is needed, all else has defaults. Tasks are sent to worker processes by pickle."""
+
+    unit: ClassVar[str] = "sample"
+    """What one target is, in the names of figures."""
+
+    def prepare(self, batch: Tree, dtype: torch.dtype) -> Tree:
+        """What the model is fed, of samples as they are stored; on the device that trains. Here they are left alone."""
+        return batch
+
+    def forward(self, model: Callable[..., Any], batch: Tree) -> Any:
+        """Calls the model on a batch that is prepared. Here on its part "inputs", or on the first of a tuple."""
+        return model(batch["inputs"] if isinstance(batch, dict) else batch[0])
+
+    def loss_sum(self, output: Any, batch: Tree) -> Tensor:
+        """The sum of the losses of all targets of a batch, []. It must be 0 where there are none."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method loss_sum(output, batch)")
+
+    def target_counts(self, samples: Tree) -> Tensor | None:
+        """How many targets each sample has, whole numbers [n], of samples as they are stored; None for one each."""
+        return None
+
+    def metric_sums(self, output: Any, batch: Tree) -> Sums:
+        """What is counted of a batch of the test part, beside its loss and its targets."""
+        return {}
+
+    def metrics(self, sums: Sums, targets: int, loss: float) -> dict[str, float]:
+        """Figures of all test samples: of their added sums, how many targets they have, and the mean loss of these."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Classification(Task):
+    """One class a sample: a batch has "inputs" [b, ...] and "targets", int64 [b] in 0..class_count-1."""
+
+    class_count: int
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+    def prepare(self, batch: Tree, dtype: torch.dtype) -> Tree:
+        return {**batch, "inputs": self.normalize(batch["inputs"], dtype)}
+
+    def normalize(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """What the model is fed for a batch `inputs` [b, ...]: same shape and device.
+
+        uint8 becomes (x / 255 - mean) / std per channel, in `dtype` and a new tensor. Floats are taken as ready and
+        only cast to `dtype` (the same tensor if they have it already). Whatever else, such as the numbers of tokens, is
+        fed as it is. Raises ValueError if a batch of images has another number of channels.
+        """
+        if inputs.is_floating_point():
+            return inputs.to(dtype)
+        if inputs.dtype != torch.uint8:
+            return inputs
+        # At least float32 until the end, so that bfloat16 and float16 round each pixel once.
+        scaled = inputs.to(torch.promote_types(dtype, torch.float32)).div_(255)
+        # Python numbers, not tensors of mean and std: these would be copied to the GPU, and waited for, at every batch.
+        for plane, mean, std in zip(scaled.unbind(1), self.mean, self.std, strict=True):
+            plane.sub_(mean).div_(std)
+        return scaled.to(dtype)
+
+    def loss_sum(self, output: Any, batch: Tree) -> Tensor:
+        targets = batch["targets"]
+        loss: Tensor = cross_entropy(fitting(output, len(targets), self.class_count), targets, reduction="sum")
+        return loss
+
+    def metric_sums(self, output: Any, batch: Tree) -> Sums:
+        return counts_by_class(logits_of(output).argmax(1), batch["targets"], self.class_count)
+
+    def metrics(self, sums: Sums, targets: int, loss: float) -> dict[str, float]:
+        return class_metrics(sums, targets)
+
+
+@dataclass(frozen=True)
+class NextToken(Task):
+    """Every token from those before it: a batch has "tokens" [b, length + 1] of whole numbers, and "count" [b].
+
+    The model gets tokens[:, :-1] and is to predict tokens[:, 1:], of which the first `count` of a sample are targets.
+    Losses are in nats.
+    """
+
+    vocabulary_size: int
+    unit = "token"
+
+    def prepare(self, batch: Tree, dtype: torch.dtype) -> Tree:
+        tokens = batch["tokens"].long()
+        places = torch.arange(tokens.shape[1] - 1, device=tokens.device)
+        counts = places < batch["count"].unsqueeze(1)
+        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:].masked_fill(~counts, IGNORED)}
+
+    def loss_sum(self, output: Any, batch: Tree) -> Tensor:
+        return token_loss_sum(output, batch["targets"], self.vocabulary_size)
+
+    def target_counts(self, samples: Tree) -> Tensor | None:
+        counts: Tensor = samples["count"]
+        return counts
+
+    def metric_sums(self, output: Any, batch: Tree) -> Sums:
+        return {"correct": correct_tokens(output, batch["targets"])}
+
+    def metrics(self, sums: Sums, targets: int, loss: float) -> dict[str, float]:
+        return {"accuracy": _ratio(sums["correct"], targets), "perplexity": _exponential(loss)}
+
+
+@dataclass(frozen=True)
+class MaskedTokens(Task):
+    """The tokens that were hidden, as BERT is trained: a batch has "tokens" and "mask" [b, length], and "targets".
+
+    "targets", int64 [b, length], holds the token to predict where one is hidden, and IGNORED elsewhere; a sample may
+    have none.
+    """
+
+    vocabulary_size: int
+    unit = "token"
+
+    def prepare(self, batch: Tree, dtype: torch.dtype) -> Tree:
+        return {**batch, "tokens": batch["tokens"].long()}
+
+    def forward(self, model: Callable[..., Any], batch: Tree) -> Any:
+        return model(batch["tokens"], attention_mask=batch["mask"])
+
+    def loss_sum(self, output: Any, batch: Tree) -> Tensor:
+        return token_loss_sum(output, batch["targets"], self.vocabulary_size)
+
+    def target_counts(self, samples: Tree) -> Tensor | None:
+        counts: Tensor = (samples["targets"] != IGNORED).sum(1)
+        return counts
+
+    def metric_sums(self, output: Any, batch: Tree) -> Sums:
+        return {"correct": correct_tokens(output, batch["targets"])}
+
+    def metrics(self, sums: Sums, targets: int, loss: float) -> dict[str, float]:
+        return {"accuracy": _ratio(sums["correct"], targets), "perplexity": _exponential(loss)}
+
+
+@dataclass(frozen=True)
+class TextClassification(Task):
+    """One class a text: a batch has "tokens" and "mask" [b, length], and "targets", int64 [b]."""
+
+    class_count: int
+
+    def prepare(self, batch: Tree, dtype: torch.dtype) -> Tree:
+        return {**batch, "tokens": batch["tokens"].long()}
+
+    def forward(self, model: Callable[..., Any], batch: Tree) -> Any:
+        return model(batch["tokens"], attention_mask=batch["mask"])
+
+    def loss_sum(self, output: Any, batch: Tree) -> Tensor:
+        targets = batch["targets"]
+        loss: Tensor = cross_entropy(fitting(output, len(targets), self.class_count), targets, reduction="sum")
+        return loss
+
+    def metric_sums(self, output: Any, batch: Tree) -> Sums:
+        return counts_by_class(logits_of(output).argmax(1), batch["targets"], self.class_count)
+
+    def metrics(self, sums: Sums, targets: int, loss: float) -> dict[str, float]:
+        return class_metrics(sums, targets)
+
+
+IGNORED = -100
+"""In place of a target: nothing is to be predicted here. As cross_entropy's own."""
+
+
+def target_counts(task: Task, name: str, samples: Tree) -> Tensor | None:
+    """What the task says of the training samples of data of that name, int64 [n] on the CPU; None for one each.
+
+    Raises DataError for what are no such counts, and where there is no target at all.
+    """
+    counts = task.target_counts(samples)
+    if counts is None:
+        return None
+    wanted = f"[{count(samples)}] whole numbers, one a sample, are wanted"
+    if not isinstance(counts, Tensor) or counts.dim() != 1 or len(counts) != count(samples):
+        found = list(counts.shape) if isinstance(counts, Tensor) else type(counts).__name__
+        raise DataError(f"target_counts of {type(task).__name__}: it gives {found} for {name}; {wanted}")
+    if counts.is_floating_point() or counts.is_complex() or (len(counts) and int(counts.min()) < 0):
+        raise DataError(f"target_counts of {type(task).__name__}: {counts.dtype} with {counts.min()} in it; {wanted}")
+    if not int(counts.sum()):
+        raise DataError(f"{name} has no target to train on: target_counts of {type(task).__name__} is 0 everywhere")
+    return counts.to("cpu", torch.int64)
+
+
+def token_loss_sum(output: Any, targets: Tensor, vocabulary_size: int) -> Tensor:
+    """The sum of the losses, [], of logits [b, length, k] for `targets` [b, length], but where these are IGNORED."""
+    logits = logits_of(output)
+    rows = fitting(logits.flatten(0, 1) if logits.dim() == 3 else logits, targets.numel(), vocabulary_size)
+    loss: Tensor = cross_entropy(rows, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return loss
+
+
+def correct_tokens(output: Any, targets: Tensor) -> Tensor:
+    """How many targets have the largest logit, []."""
+    return (logits_of(output).argmax(-1) == targets).sum()
+
+
+def counts_by_class(predicted: Tensor, targets: Tensor, class_count: int) -> Sums:
+    """Three counts a class, [class_count + 1] each; what is predicted beyond the data's classes is the last one."""
+    predicted = predicted.clamp(max=class_count)
+
+    def counts(classes: Tensor) -> Tensor:
+        zeros = torch.zeros(class_count + 1, dtype=torch.int64, device=classes.device)
+        return zeros.index_add_(0, classes, torch.ones_like(classes))
+
+    right = predicted[predicted == targets]
+    return {"right": counts(right), "predicted": counts(predicted), "actual": counts(targets)}
+
+
+def class_metrics(sums: Sums, targets: int) -> dict[str, float]:
+    """Accuracy, and precision, recall and F1 as means over the classes ("macro").
+
+    As scikit-learn has them: over classes that were predicted or are there, and 0 where nothing is to be divided by.
+    """
+    right, predicted, actual = (sums[name].double() for name in ("right", "predicted", "actual"))
+    there = predicted + actual > 0
+    of_classes = {"precision": right / predicted, "recall": right / actual, "f1": 2 * right / (predicted + actual)}
+    means = {name: float(each.nan_to_num(0.0)[there].mean()) for name, each in of_classes.items()}
+    return {"accuracy": _ratio(right.sum(), targets), **means}
+
+
+def _ratio(part: Tensor, whole: int) -> float:
+    return float(part) / whole if whole else math.nan
+
+
+def _exponential(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
