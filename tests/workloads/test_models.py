@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from torch_parallel import workloads
-from torch_parallel.workloads import MODELS, build_model, models
+from torch_parallel.workloads import MODELS, build_model
+from torch_parallel.workloads.models import images
 
 SMALL = [name for name in MODELS if name != "vit"]
 CASES = [((1, 8, 8), 10), ((1, 28, 28), 10), ((3, 32, 32), 10), ((2, 5, 7), 3), ((3, 4, 4), 1)]
@@ -117,7 +118,7 @@ def test_vit_at_its_whole_size(shape: tuple[int, int, int], classes: int, patch:
 
 @pytest.fixture
 def one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "VIT_LAYERS", 1)
+    monkeypatch.setattr(images, "VIT_LAYERS", 1)
 
 
 @pytest.mark.usefixtures("one_layer")

@@ -1,7 +1,7 @@
 """What is trained: data sets and models by name. Nothing here knows that training is parallel.
 
 A new data set is a function that returns a `Dataset`, and one line in `data.py`; a new model is a function that returns
-an `nn.Module`, and one line in `models.py`.
+an `nn.Module`, and one line in `models/__init__.py`.
 """
 
 from torch_parallel.workloads.data import DATASETS, DataError, Dataset, load_dataset

@@ -1,24 +1,13 @@
-"""Every model, by name: four sizes of image classifier. All but vit work for any image of 4 x 4 pixels or more.
-
-Parameters for MNIST's [1, 28, 28] and ten classes:
-
-    mlp             235,146     three linear layers, two of which hold nearly everything
-    cnn             107,786     LeNet: a few tensors of very different sizes, the usual example
-    mobilenet_v2  2,236,106     158 small tensors, with BatchNorm and dropout: what exchanging in buckets is for
-    vit         113,467,402     a transformer: large layers, all alike; for GPUs and images as large as ImageNet's
-"""
+"""Models for images: four sizes of image classifier. Each is a function of the images' shape and the classes."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
 
 from torch import nn
 
 ImageShape = tuple[int, int, int]  # channels C, height H, width W
-
-MIN_SIDE = 4  # cnn halves the image twice
 
 
 def mlp(image_shape: ImageShape, class_count: int) -> nn.Module:
@@ -138,25 +127,3 @@ def vit(image_shape: ImageShape, class_count: int) -> nn.Module:
 def _patch_side(side: int) -> int:
     """4 x 4 to 16 x 16 patches for the usual sides of 8, 28, 32, 64, 224 and 256 pixels."""
     return 16 if side >= 64 else 4 if side >= 16 else 2
-
-
-MODELS: dict[str, Callable[[ImageShape, int], nn.Module]] = {
-    "mlp": mlp,
-    "cnn": cnn,
-    "mobilenet_v2": mobilenet_v2,
-    "vit": vit,
-}
-
-
-def build_model(name: str, image_shape: ImageShape, class_count: int) -> nn.Module:
-    """A freshly initialised model that maps [b, C, H, W] to [b, class_count] logits; `image_shape` is (C, H, W).
-
-    The weights come from torch's global generator: seed it first. Raises ValueError for an unknown name, an image with
-    a side below 4 pixels, no channel or class, and an image that vit cannot cut into patches.
-    """
-    if name not in MODELS:
-        raise ValueError(f"there is no model {name!r}; choose from {', '.join(MODELS)}")
-    channels, height, width = image_shape
-    if min(height, width) < MIN_SIDE or channels < 1 or class_count < 1:
-        raise ValueError(f"no model for {class_count} classes of images {image_shape} (channels, height, width)")
-    return MODELS[name](image_shape, class_count)
