@@ -195,7 +195,10 @@ def test_an_epoch_beside_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["step", "--ddp_bucket_mb", "25", "0"], "--ddp_bucket_mb 0"),
         (["step", "--bucket_mb", "1e305"], r"--bucket_mb 1e\+305: it must be > 0 and at most 1048576, a TiB"),
         (["step", "--image_side", "28"], "--image_side 28: mlp is fed with no images"),
-        (["step", "--model", "vit", "--image_side", "30"], "--image_side 30: vit cannot take such images"),
+        (
+            ["step", "--model", "torchvision_vit", "--image_side", "30"],
+            "--image_side 30: torchvision_vit cannot take such images",
+        ),
         (["step", "--model", "cnn", "--image_side", "-5"], "--image_side -5: cnn cannot take such images"),
         (["step", "--model", "cnn", "--image_side", "1000000"], "--image_side 1000000: at most 4096 pixels"),
     ],

@@ -50,7 +50,7 @@ def test_names_stay_and_nothing_is_compiled_before_it_is_called() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks at it, tracing
-@pytest.mark.parametrize("name", ["cnn", "mobilenet_v2", "vit"])
+@pytest.mark.parametrize("name", ["cnn", "mobilenet_v2", "torchvision_vit"])
 def test_every_layer_is_compiled_for_training_and_for_evaluation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a compiler that only notes what it was given: layers of one class have one code, and are many."""
     torch._dynamo.reset()

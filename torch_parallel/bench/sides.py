@@ -26,7 +26,7 @@ from torch_parallel.training.optimizers import DEFAULT_LR, make_optimizer
 from torch_parallel.workloads import build_model
 
 FEATURES, CLASSES = 784, 10
-IMAGES = {"cnn": (1, 28, 28), "mobilenet_v2": (3, 224, 224), "vit": (3, 224, 224)}
+IMAGES = {"cnn": (1, 28, 28), "mobilenet_v2": (3, 224, 224), "torchvision_vit": (3, 224, 224)}
 """Channels, height and width of what models other than "mlp" are fed with."""
 DDP, ALONE = "ddp", "one process"
 OVERLAPPING = ", overlapping"

@@ -5,6 +5,18 @@ an `nn.Module`, and one line in `models/__init__.py`.
 """
 
 from torch_parallel.workloads.data import DATASETS, DataError, Dataset, load_dataset
-from torch_parallel.workloads.models import MODELS, build_model
+from torch_parallel.workloads.forms import Form, ImageForm, TextForm
+from torch_parallel.workloads.models import MODELS, build_model, image_side
 
-__all__ = ["DATASETS", "MODELS", "DataError", "Dataset", "build_model", "load_dataset"]
+__all__ = [
+    "DATASETS",
+    "MODELS",
+    "DataError",
+    "Dataset",
+    "Form",
+    "ImageForm",
+    "TextForm",
+    "build_model",
+    "image_side",
+    "load_dataset",
+]

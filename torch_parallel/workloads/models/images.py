@@ -1,4 +1,4 @@
-"""Models for images: four sizes of image classifier. Each is a function of the images' shape and the classes."""
+"""Models for images that have no sizes. Each is a function of the images' shape and the number of classes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import math
 from collections import OrderedDict
 
 from torch import nn
+
+from torch_parallel.workloads.models.imports import leaving_no_trace
+from torch_parallel.workloads.models.sizes import square_patch_side
 
 ImageShape = tuple[int, int, int]  # channels C, height H, width W
 
@@ -68,37 +71,10 @@ def _initialise_for_relu(model: nn.Module) -> None:
                 nn.init.zeros_(layer.bias)
 
 
-def mobilenet_v2(image_shape: ImageShape, class_count: int) -> nn.Module:
-    """torchvision's MobileNetV2 (Sandler et al., 2018, arXiv:1801.04381) with the first two halvings left out.
-
-    ImageNet's 224 x 224 pixels end as 7 x 7; 32 x 32 would end as 1 x 1, and end as 4 x 4 without those two, as 28 x 28
-    does. Dropout 0.2 before the last layer. 2,223,008 + 288C + 1,281 * class_count parameters, whatever H and W.
-    """
-    from torchvision.models import MobileNetV2  # torchvision is imported where it is needed, for it takes 2 s
-
-    channels, height, width = image_shape
-    model: nn.Module = MobileNetV2(num_classes=class_count, inverted_residual_setting=_stages(min(height, width)))
-    first = nn.Conv2d(channels, 32, kernel_size=3, stride=1, padding=1, bias=False)
-    nn.init.kaiming_normal_(first.weight, mode="fan_out")  # as torchvision does for the one that this replaces
-    model.get_submodule("features.0").register_module("0", first)
-    return model
-
-
-def _stages(side: int) -> list[list[int]]:
-    """Table 2 of the paper, as torchvision wants it: expansion, channels, blocks, stride of the first block."""
-    stages = [[1, 16, 1], [6, 24, 2], [6, 32, 3], [6, 64, 4], [6, 96, 3], [6, 160, 3], [6, 320, 1]]
-    for index, stage in enumerate(stages):
-        # Stop at 2 x 2: BatchNorm raises if a worker's shard is one sample of one pixel, and 8 x 8 would come to that.
-        halve = index in (2, 3, 5) and side >= 4
-        side = (side + 1) // 2 if halve else side
-        stage.append(2 if halve else 1)
-    return stages
-
-
 VIT_LAYERS, VIT_WIDTH = 16, 768
 
 
-def vit(image_shape: ImageShape, class_count: int) -> nn.Module:
+def torchvision_vit(image_shape: ImageShape, class_count: int) -> nn.Module:
     """torchvision's vision transformer (Dosovitskiy et al., 2021, arXiv:2010.11929): ViT-Base with 16 layers, not 12.
 
     Width 768, 12 heads, 3072 in the middle of each MLP, no dropout. An image is cut into patches of p x p pixels:
@@ -106,15 +82,11 @@ def vit(image_shape: ImageShape, class_count: int) -> nn.Module:
     113,408,256 + 768 * (p*p*C + (H/p)*(W/p) + 2) + 769 * class_count parameters: 114,919,144 for ImageNet's
     [3, 224, 224] and 1,000 classes. Raises ValueError for images that are not square or that p does not divide.
     """
-    from torchvision.models import VisionTransformer
+    with leaving_no_trace():
+        from torchvision.models import VisionTransformer  # here, because the import takes 2 s
 
-    channels, height, width = image_shape
-    patch = _patch_side(width)
-    if height != width or width % patch:
-        raise ValueError(
-            f"no vit for images {image_shape} (channels, height, width): it takes square ones, and cuts these into "
-            f"patches of {patch} x {patch} pixels"
-        )
+    channels, _, width = image_shape
+    patch = square_patch_side("torchvision_vit", image_shape)
     model: nn.Module = VisionTransformer(width, patch, VIT_LAYERS, 12, VIT_WIDTH, 3072, num_classes=class_count)
     if channels != 3:
         first = nn.Conv2d(channels, VIT_WIDTH, kernel_size=patch, stride=patch)
@@ -122,8 +94,3 @@ def vit(image_shape: ImageShape, class_count: int) -> nn.Module:
         nn.init.zeros_(first.bias)  # type: ignore[arg-type]
         model.register_module("conv_proj", first)
     return model
-
-
-def _patch_side(side: int) -> int:
-    """4 x 4 to 16 x 16 patches for the usual sides of 8, 28, 32, 64, 224 and 256 pixels."""
-    return 16 if side >= 64 else 4 if side >= 16 else 2
