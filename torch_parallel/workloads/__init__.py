@@ -6,7 +6,7 @@ an `nn.Module`, and one line in `models/__init__.py`.
 
 from torch_parallel.workloads.data import DATASETS, DataError, Dataset, load_dataset
 from torch_parallel.workloads.forms import Form, ImageForm, TextForm
-from torch_parallel.workloads.models import MODELS, build_model, image_side
+from torch_parallel.workloads.models import MODELS, build_model, image_side, load_pretrained
 
 __all__ = [
     "DATASETS",
@@ -19,4 +19,5 @@ __all__ = [
     "build_model",
     "image_side",
     "load_dataset",
+    "load_pretrained",
 ]

@@ -21,6 +21,7 @@ from torch import nn
 from torch_parallel.workloads.forms import Form, ImageForm, TextForm
 from torch_parallel.workloads.models.convolutional import mobilenet_v2, resnet50, vgg16
 from torch_parallel.workloads.models.images import ImageShape, cnn, mlp, torchvision_vit
+from torch_parallel.workloads.models.pretrained import load_pretrained
 from torch_parallel.workloads.models.sizes import IMAGE_SIDES, SIZES, SIZES_WITHOUT_LARGE
 from torch_parallel.workloads.models.transformers import FAMILIES, build_transformer, check_dropout
 
@@ -175,6 +176,7 @@ __all__ = [
     "build_model",
     "cnn",
     "image_side",
+    "load_pretrained",
     "mlp",
     "mobilenet_v2",
     "of_images",
