@@ -2,3 +2,8 @@
 
 Each loader gives a `TextData`, tokenised once, in the process that starts the workers.
 """
+
+from torch_parallel.workloads.text.classification import load_csv
+from torch_parallel.workloads.text.text_data import TextData
+
+__all__ = ["TextData", "load_csv"]
