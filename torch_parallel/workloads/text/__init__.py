@@ -4,6 +4,7 @@ Each loader gives a `TextData`, tokenised once, in the process that starts the w
 """
 
 from torch_parallel.workloads.text.classification import load_csv
+from torch_parallel.workloads.text.prediction import load_text
 from torch_parallel.workloads.text.text_data import TextData
 
-__all__ = ["TextData", "load_csv"]
+__all__ = ["TextData", "load_csv", "load_text"]
