@@ -4,7 +4,8 @@ Each loader gives a `TextData`, tokenised once, in the process that starts the w
 """
 
 from torch_parallel.workloads.text.classification import load_csv
+from torch_parallel.workloads.text.masking import load_masked
 from torch_parallel.workloads.text.prediction import load_text
 from torch_parallel.workloads.text.text_data import TextData
 
-__all__ = ["TextData", "load_csv", "load_text"]
+__all__ = ["TextData", "load_csv", "load_masked", "load_text"]
