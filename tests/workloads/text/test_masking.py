@@ -75,6 +75,14 @@ def test_a_file_can_be_read_back(tmp_path: Path) -> None:
     assert not torch.isin(hidden, torch.tensor([PAD, UNKNOWN, CLS, SEP])).any()
 
 
+def test_the_vocabulary_is_of_the_training_part_alone(tmp_path: Path) -> None:
+    text = " ".join(["be or not"] * 300 + ["zebra"] * 50)
+    data = load_masked(write(tmp_path, text), [], 16, seed=0, vocabulary_size=60)
+    # b, e, n, o, r, t and what continues: ##e, ##o, ##r, ##t; then be, or, no and not
+    assert data.vocabulary_size == 5 + 4 + 6 + 4
+    assert bool((data.test["targets"] == UNKNOWN).any()) and not bool((data.train["tokens"] == UNKNOWN).any())
+
+
 def test_a_row_may_have_nothing_to_predict(tmp_path: Path) -> None:
     data = load_masked(write(tmp_path, made_text()), [], 5, seed=0, vocabulary_size=60)
     empty = (data.train["targets"] == -100).all(1).double().mean().item()

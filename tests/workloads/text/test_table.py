@@ -66,6 +66,12 @@ def test_three_columns_without_a_header_are_class_title_and_description() -> Non
     assert read(text)[:2] == [("3", "Wall St. Short-sellers, again"), ("4", "Chips New ones\\from here")]
 
 
+def test_a_column_that_numbers_the_rows_is_no_text() -> None:
+    """Or no text would be there twice, and repeats would be tested with."""
+    assert read("0,a,same\n1,b,other\n2,a,same\n3,b,more\n")[2] == ("a", "same")
+    assert read("a,10\nb,11\na,12\nb,13\n")[2] == ("a", "12")  # unless there is no other
+
+
 def test_a_column_that_is_always_the_same_is_no_category() -> None:
     assert read("1,News,one text\n2,News,another\n1,News,more\n2,News,most\n")[0] == ("1", "News one text")
     assert read("1,one text\n1,another\n") == [("1", "one text"), ("1", "another")]  # unless there is no other
@@ -118,6 +124,8 @@ BROKEN: dict[str, tuple[str, str]] = {
         'category,text\na,"x\nb,y\na,"z"\n',
         "line 2: a quote opens in the row that begins here and does not close properly before line 4",
     ),
+    "a quote after a quoted word": ('category,text\na,"x" y\n', "line 2: a quote opens .* not close properly in it "),
+    "a header once more": ("category,text\na,x\ncategory,text\n", "line 3: the row is the header once more; delete it"),
     "an empty text": ("category,text\na,x\nb,\n", "line 3: its text is empty; write it or delete the row"),
     "a blank text": ("category,text\na,  \nb,x\n", "line 2: its text is empty"),
     "an empty category": ('category,text\na,x\n"",y\n', "line 3: its category is empty"),

@@ -83,8 +83,12 @@ def read_table(path: Path, data: bytes, like: Columns | None = None) -> Table:
     named = _named_columns(records[0].cells, separator)
     if named and len(records) == 1:
         raise DataError(f"{path} cannot be used: it has a header and no rows; write rows below it")
+    header, rows = (records[0].cells, records[1:]) if named else ([], records)
+    again = next((record for record in rows if record.cells == header), None)
+    if again:  # as in a file that was put together from several
+        raise wrong(path, again.line, "the row is the header once more", "delete it")
     columns = named or like or _unnamed_columns(path, records, separator)
-    return Table([_row(path, record, columns) for record in records[bool(named) :]], notes, columns)
+    return Table([_row(path, record, columns) for record in rows], notes, columns)
 
 
 def wrong(path: Path, line: int, found: str, remedy: str) -> DataError:
@@ -109,8 +113,9 @@ def _records(path: Path, text: str, separator: str) -> Iterator[_Record]:
 
 def _quotes(path: Path, line: int, last: int, error: csv.Error) -> DataError:
     """The only errors that are left are those of quotes."""
-    until = "the end of the file" if "end of data" in str(error) else f"line {last}"
-    found = f"a quote opens in the row that begins here and does not close properly before {until} ({error})"
+    until = "in it" if line == last else f"before line {last}"
+    until = "before the end of the file" if "end of data" in str(error) else until
+    found = f"a quote opens in the row that begins here and does not close properly {until} ({error})"
     return wrong(path, line, found, 'close it, double each quote inside quotes (""), or take single quotes')
 
 
@@ -169,14 +174,20 @@ def _named_columns(cells: Sequence[str], separator: str) -> Columns | None:
 
 
 def _unnamed_columns(path: Path, records: Sequence[_Record], separator: str) -> Columns:
-    """As most rows have them: the category is the column with few different short values, the text is all others."""
+    """As most rows have them: the category is the column with few different short values.
+
+    The text is all others, but for one that only numbers the rows.
+    """
     widths = Counter(len(record.cells) for record in records if len(record.cells) in (2, 3))
     if not widths:
         found = f"it has {_cells(len(records[0].cells), separator)}"
         raise wrong(path, records[0].line, found, f"two are wanted, a category and a text; {HEADER} names them")
     width = max(widths, key=lambda each: (widths[each], -each))
-    category = _category_column(path, [record for record in records if len(record.cells) == width], width)
-    return Columns(width, separator, category, tuple(column for column in range(width) if column != category))
+    usual = [record for record in records if len(record.cells) == width]
+    category = _category_column(path, usual, width)
+    others = [column for column in range(width) if column != category]
+    texts = [column for column in others if not _are_numbers([record.cells[column] for record in usual])]
+    return Columns(width, separator, category, tuple(texts or others))
 
 
 def _category_column(path: Path, records: Sequence[_Record], width: int) -> int:
@@ -200,6 +211,11 @@ def _unlikeliness(cells: Sequence[str]) -> tuple[bool, bool, int, int]:
     """How little a column looks like one of categories: too many values, only one, more of them, longer ones."""
     values = len(set(cells))
     return values * 2 > len(cells), values == 1, values, sum(map(len, cells))
+
+
+def _are_numbers(cells: Sequence[str]) -> bool:
+    """Whether they are whole numbers, each another one."""
+    return all(map(str.isdecimal, cells)) and len(set(cells)) == len(cells)
 
 
 def _row(path: Path, record: _Record, columns: Columns) -> Row:
