@@ -30,8 +30,9 @@ from torch_parallel.training.evaluate import (
     step_targets,
 )
 from torch_parallel.workloads import DataError
+from torch_parallel.workloads.load import load_workload
 from torch_parallel.workloads.tree import rows, to
-from torch_parallel.workloads.workload import Workload, load_workload
+from torch_parallel.workloads.workload import Workload
 
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
@@ -83,7 +84,12 @@ def train(config: RunConfig, workload: Workload, folder: RunFolder) -> None:
             f"compute and exchange {train_s - update_s:.2f} s  update {update_s:.2f} s",
             flush=True,
         )
-        row = config.columns(samples.name) | {"strategy": "data_parallel", "workers": 1, "rank": 0, "role": "worker"}
+        row = config.columns(samples.name, workload.model_name) | {
+            "strategy": "data_parallel",
+            "workers": 1,
+            "rank": 0,
+            "role": "worker",
+        }
         row |= {"threads": torch.get_num_threads(), "epoch": epoch}
         row |= {"steps": -(-count // config.batch_size), "train_s": train_s, "samples_per_s": rate}
         row |= {"train_loss": train_loss, "test_loss": tested.loss}
@@ -99,15 +105,13 @@ def main() -> None:
     n = config.n_gpus or max(gpus, 1 if device == "cuda" else 2)
     if device == "cuda" and n > gpus:
         raise ConfigError(f"--n_gpus {n}: this machine has {gpus} GPUs; ask for fewer, or take --device cpu")
-    workload, line = load_workload(
-        config.model, config.dataset, config.data_dir, config.train_size, config.seed, config.test_size
-    )
+    workload, line = load_workload(config.choice)
     samples = workload.samples
     sizes = {"train_size": samples.train_size, "test_size": samples.test_size}
     config = dataclasses.replace(config.on_dataset(samples.name), n_gpus=n, device=device, **sizes)
-    folder = RunFolder(config.results_dir, f"data_parallel_{config.model}_{samples.name}_n{n}")
+    folder = RunFolder(config.results_dir, f"data_parallel_{workload.model_name}_{samples.name}_n{n}")
     how = "no GPU: the plain module in one process, whatever --n_gpus" if device == "cpu" else f"{n} GPUs"
-    print(f"{line}\nDataParallel, {how}; {config.model}, batch of {config.batch_size}", flush=True)
+    print(f"{line}\nDataParallel, {how}; {workload.model_name}, batch of {config.batch_size}", flush=True)
     here = environment()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(here["machine"]["usable_processors"])

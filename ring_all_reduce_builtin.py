@@ -43,8 +43,9 @@ from torch_parallel.training.evaluate import (
 )
 from torch_parallel.training.network import check_network
 from torch_parallel.workloads import DataError
+from torch_parallel.workloads.load import load_workload
 from torch_parallel.workloads.tree import rows, to
-from torch_parallel.workloads.workload import Workload, load_workload
+from torch_parallel.workloads.workload import Workload
 
 NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 DDP_SETTINGS = {"gradient_as_bucket_view": True, "static_graph": True}
@@ -138,7 +139,7 @@ def train_rank(
             timed = len(exchange_s) >= FEWEST_TIMED
             row["exchange_s"] = row["steps"] * statistics.fmean(exchange_s) if timed else ""
             row["compute_s"] = train_s - row["update_s"] - (row["exchange_s"] or 0.0)
-            record({**row, "threads": threads}, exchange_s, config, samples.name, folder)
+            record({**row, "threads": threads}, exchange_s, config, workload, folder)
     if rank == 0:
         torch.save({name: value.cpu() for name, value in bare.state_dict().items()}, folder.path / "weights.pt")
     dist.barrier(device_ids=[rank] if on_gpu else None)
@@ -218,7 +219,7 @@ def threads_each(world_size: int, processors: int) -> int:
     return int(asked) if asked.isdigit() and int(asked) else max(1, processors // world_size)
 
 
-def record(row: dict, exchange_s: list[float], config: RunConfig, data_name: str, folder: RunFolder) -> None:
+def record(row: dict, exchange_s: list[float], config: RunConfig, workload: Workload, folder: RunFolder) -> None:
     """A line on the screen and a row of runs.csv. DDP exchanges during backward, and itself times some steps of it."""
     parts = "compute and exchange"
     if row["exchange_s"]:
@@ -226,12 +227,17 @@ def record(row: dict, exchange_s: list[float], config: RunConfig, data_name: str
         sampled = f"{low:.2f} to {high:.2f} by the quartiles of {len(exchange_s)} steps timed"
         parts = f"exchange and wait {row['exchange_s']:.2f} s ({sampled})  compute"
     print(
-        f"epoch {row['epoch']}/{config.epochs_on(data_name)}  train loss {row['train_loss']:.4f}  "
+        f"epoch {row['epoch']}/{config.epochs_on(workload.samples.name)}  train loss {row['train_loss']:.4f}  "
         f"test accuracy {100 * row['test_accuracy']:.2f} %  {row['samples_per_s']:,.0f} samples/s  "
         f"{parts} {row['compute_s']:.2f} s  update {row['update_s']:.2f} s",
         flush=True,
     )
-    same = config.columns(data_name) | {"strategy": "ddp", "workers": config.n_gpus, "rank": 0, "role": "worker"}
+    same = config.columns(workload.samples.name, workload.model_name) | {
+        "strategy": "ddp",
+        "workers": config.n_gpus,
+        "rank": 0,
+        "role": "worker",
+    }
     options = json.dumps({**DDP_SETTINGS, "timed_every": TIMED_EVERY})
     folder.append_rows([{**same, "options": options, **row}])
 
@@ -252,9 +258,7 @@ def main() -> None:
         raise ConfigError(f"--n_gpus {n}: this machine has {gpus} GPUs; ask for fewer, or take --device cpu")
     instead = "take python train.py, whose strategies from scratch need no network"
     check_network("DistributedDataParallel", instead, device)
-    workload, line = load_workload(
-        config.model, config.dataset, config.data_dir, config.train_size, config.seed, config.test_size
-    )
+    workload, line = load_workload(config.choice)
     samples = workload.samples
     sizes = {"train_size": samples.train_size, "test_size": samples.test_size}
     config = dataclasses.replace(config.on_dataset(samples.name), n_gpus=n, device=device, **sizes)
@@ -262,10 +266,10 @@ def main() -> None:
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     except (RuntimeError, dist.DistNetworkError):
         raise ConfigError(f"--port {port}: it is in use; take another, or leave --port out for any free one") from None
-    folder = RunFolder(config.results_dir, f"ddp_{config.model}_{samples.name}_n{n}")
+    folder = RunFolder(config.results_dir, f"ddp_{workload.model_name}_{samples.name}_n{n}")
     print(
-        f"{line}\nDistributedDataParallel on {device}, {n} processes, {config.model}, batch of {config.batch_size} "
-        f"over all; {DDP_SETTINGS}, fused {config.optimizer}",
+        f"{line}\nDistributedDataParallel on {device}, {n} processes, {workload.model_name}, batch of "
+        f"{config.batch_size} over all; {DDP_SETTINGS}, fused {config.optimizer}",
         flush=True,
     )
     here = environment()

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from torch_parallel import RunConfig, Samples, Task, WorkerFailure, Workload, train
+from torch_parallel import RunConfig, Samples, Task, Workload, train
 from torch_parallel.strategies import STRATEGIES, SYNCHRONOUS
 from torch_parallel.training.sampler import epoch_order
-from torch_parallel.workloads import DataError
 from torch_parallel.workloads.task import IGNORED, MaskedTokens, NextToken
 from torch_parallel.workloads.tree import Tree
 

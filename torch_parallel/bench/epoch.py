@@ -10,6 +10,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ from torch_parallel.training.job import Job, make_job
 from torch_parallel.training.loop import Trainer
 from torch_parallel.training.optimizers import make_optimizer
 from torch_parallel.workloads import DATASETS, MODELS
+from torch_parallel.workloads.load import load_workload
 from torch_parallel.workloads.tree import count, rows, to
-from torch_parallel.workloads.workload import load_workload
 
 
 def time_epochs(communicator: Communicator, job: Job, repeats: int, store: str) -> dict[str, list[float]]:
@@ -109,7 +110,8 @@ def bench_epoch(arguments: list[str]) -> None:
     config = RunConfig(n_gpus=n, model=options.model, batch_size=options.batch_size, device=device)
     if chosen is not None:
         print(chosen)
-    workload, line = load_workload(options.model, options.dataset, options.data_dir, options.train_size, config.seed)
+    config = replace(config, dataset=options.dataset, data_dir=options.data_dir, train_size=options.train_size)
+    workload, line = load_workload(config.choice)
     folder = RunFolder(options.results_dir, f"bench_epoch_{options.model}_n{n}")
     print(f"{line}; {options.model}, {n} worker{'s' if n > 1 else ''} on {device}, global batch {options.batch_size}")
     job, shared = make_job(config, workload.task, workload.samples, workload.make_model)

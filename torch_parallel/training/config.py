@@ -20,6 +20,8 @@ from torch_parallel.training.schedule import SCHEDULES
 from torch_parallel.transport.cuda_ipc import PERFORMERS
 from torch_parallel.transport.signals import A_DEADLINE, LONGEST_DEADLINE_S
 from torch_parallel.workloads import DATASETS, MODELS
+from torch_parallel.workloads.load import CATEGORIES, RUNNING_TEXTS, Choice
+from torch_parallel.workloads.models.sizes import SIZES
 
 NOT_FINITE = ("stop", "skip")
 DTYPES = ("float32", "float64")
@@ -36,8 +38,9 @@ DEFAULT_BUCKET_MB = {"cpu": 25.0, "cuda": 100.0}
 with 50 and 100. With 25 they take 0.9 % more in float32, and 1.6 % if buckets are exchanged after backward."""
 
 CONTROL_FLAGS = (
-    *("n_gpus", "device", "dtype", "model", "dataset", "data_dir", "train_size", "test_size", "batch_size", "epochs"),
-    *("seed", "optimizer", "lr", "momentum", "weight_decay", "results_dir"),
+    *("n_gpus", "device", "dtype", "model", "model_size", "pretrained", "workload", "dataset", "data_dir", "length"),
+    *("train_size", "test_size", "batch_size", "epochs", "seed", "optimizer", "lr", "momentum", "weight_decay"),
+    "results_dir",
 )
 """The flags of the two built-in scripts, which are controls: what to train on what, and not how."""
 
@@ -89,8 +92,17 @@ class RunConfig:
     optimizer: str = flag("sgd", "optimizer", OPTIMIZERS.keys())
     model: str = flag("cnn", "model", MODELS.keys())
     dataset: str | None = flag(
-        None, "data set (default: mnist where it is found or can be downloaded, else digits)", DATASETS.keys()
+        None,
+        f"data: {', '.join(DATASETS)}; for models of text {', '.join((*CATEGORIES, *RUNNING_TEXTS))}, a .csv file of "
+        "categories and texts, or a text file (default: mnist where it is found or can be downloaded, else digits; for "
+        "text python_docs, which every Python has)",
     )
+    model_size: str | None = flag(None, "size of the model, where it has sizes (default: as published)", SIZES)
+    pretrained: str | None = flag(
+        None,
+        "weights and tokenizer to begin with: a folder, or a name on the hub; for bert, distilbert, gpt2, vit",
+    )
+    length: int | None = flag(None, "tokens of a text (default: 256 for gpt2, else 128)")
     workload: str | None = flag(
         None,
         "model, task and data of your own, in the place of --model and --dataset: a file and a function in it that "
@@ -207,6 +219,7 @@ class RunConfig:
         self.require(
             "lr", self.lr is None or (math.isfinite(self.lr) and self.lr >= 0), "it must be finite and not < 0"
         )
+        self.require("length", self.length is None or self.length >= 1, "at least 1 token is needed")
         self.require("momentum", 0 <= self.momentum < 1, "it must lie in [0, 1)")
         self.require("weight_decay", 0 <= self.weight_decay < math.inf, "it must be finite and not < 0")
         self.require("train_size", self.train_size is None or self.train_size >= 1, "at least 1 sample is needed")
@@ -238,6 +251,11 @@ class RunConfig:
             looked_into = self.steps_csv is not None or self.trace is not None or bool(emulation.flags(self))
             options["overlap"] = device == "cuda" and not looked_into
         return options
+
+    @property
+    def choice(self) -> Choice:
+        """What it trains, of the fields that say so."""
+        return Choice(**{each.name: getattr(self, each.name) for each in fields(Choice)})
 
     @property
     def in_step(self) -> bool:

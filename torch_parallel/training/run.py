@@ -28,8 +28,9 @@ from torch_parallel.training.loop import train_worker
 from torch_parallel.training.network import check_network
 from torch_parallel.training.optimizers import DEFAULT_LR
 from torch_parallel.workloads import DataError, Dataset, load_dataset
-from torch_parallel.workloads.own import as_workload, load_own
-from torch_parallel.workloads.workload import Workload, workload_of
+from torch_parallel.workloads.load import load_workload, of_images
+from torch_parallel.workloads.own import as_workload
+from torch_parallel.workloads.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,12 @@ def _workload(
     if workload is not None or config.workload is not None:
         if make_model is not None or dataset is not None or (workload is not None and config.workload is not None):
             raise ConfigError("a workload is the model and the data: give it alone, without make_model and dataset")
-        own = as_workload(workload, "workload is") if workload is not None else load_own(str(config.workload))
+        if workload is None:
+            return load_workload(config.choice)
+        own = as_workload(workload, "workload is")
         return own.subset(*sizes), f"{own.samples.name} from {own.samples.source}"
+    if dataset is None and make_model is None:
+        return load_workload(config.choice)
     if dataset is None:
         dataset, line = load_dataset(config.dataset, config.data_dir, *sizes)
     else:
@@ -150,7 +155,7 @@ def _workload(
         line = f"{dataset.name} from {dataset.source}"
         dataset = dataset.subset(*sizes)
     if make_model is None:
-        return workload_of(dataset, config.model), line
+        return of_images(dataset, config.choice), line
     return Workload(make_model, dataset.task, dataset.samples, getattr(make_model, "__name__", "model")), line
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Task = Literal["classification", "next_token", "masked"]
+TextTask = Literal["classification", "next_token", "masked"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TextForm:
     vocabulary_size: int
     length: int
     class_count: int
-    task: Task
+    task: TextTask
 
 
 Form = ImageForm | TextForm

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, interpolate
 
 from torch_parallel.workloads.errors import DataError
 from torch_parallel.workloads.outputs import fitting, logits_of
@@ -70,9 +70,14 @@ class Classification(Task):
     class_count: int
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    side: int | None = None
+    """Pixels to which images are resized, where the model wants other ones."""
 
     def prepare(self, batch: Tree, dtype: torch.dtype) -> Tree:
-        return {**batch, "inputs": self.normalize(batch["inputs"], dtype)}
+        inputs = self.normalize(batch["inputs"], dtype)
+        if self.side is not None and inputs.shape[2:] != (self.side, self.side):
+            inputs = interpolate(inputs, (self.side, self.side), mode="bilinear", antialias=True)
+        return {**batch, "inputs": inputs}
 
     def normalize(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
         """What the model is fed for a batch `inputs` [b, ...]: same shape and device.
@@ -223,7 +228,8 @@ def token_loss_sum(output: Any, targets: Tensor, vocabulary_size: int) -> Tensor
 
 def correct_tokens(output: Any, targets: Tensor) -> Tensor:
     """How many targets have the largest logit, []."""
-    return (logits_of(output).argmax(-1) == targets).sum()
+    right: Tensor = logits_of(output).argmax(-1) == targets
+    return right.sum()
 
 
 def counts_by_class(predicted: Tensor, targets: Tensor, class_count: int) -> Sums:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from torch_parallel.workloads import Form, ImageForm, TextForm, build_model
-from torch_parallel.workloads.forms import Task
+from torch_parallel.workloads.forms import TextTask
 
 IMAGES = ImageForm(3, 8, 8, 10)
 STACKS = {
@@ -27,7 +27,7 @@ STACKS = {
 HEADS = {"bert": [2, 8, 12, 16], "distilbert": [2, 8, 12], "gpt2": [4, 6, 12, 20], "vit": [3, 6, 12, 16]}
 
 
-def texts(task: Task, vocabulary: int = 300, length: int = 16, classes: int = 5) -> TextForm:
+def texts(task: TextTask, vocabulary: int = 300, length: int = 16, classes: int = 5) -> TextForm:
     return TextForm(vocabulary, length, classes, task)
 
 
@@ -249,4 +249,4 @@ def test_the_compiler_takes_a_whole_model() -> None:
 
 
 def test_every_task_has_a_model() -> None:
-    assert {form.task for _, form in CASES if isinstance(form, TextForm)} == set(get_args(Task))
+    assert {form.task for _, form in CASES if isinstance(form, TextForm)} == set(get_args(TextTask))

@@ -68,6 +68,11 @@ def _check_kind(name: str, form: Form) -> None:
         raise ValueError(f"{name} cannot take texts with the task {form.task}; choose from {able}")
 
 
+def folder_of(file: str, given: str | Path) -> Path:
+    """The folder itself, or the one of the hub's cache, if it has the file. Raises ValueError, in one line."""
+    return _folder_with((file,), given)
+
+
 def _folder_with(files: tuple[str, ...], given: str | Path) -> Path:
     """The folder itself, or the one of the hub's cache, if it has one of the files."""
     folder, text = Path(given).expanduser(), str(given)
