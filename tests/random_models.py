@@ -258,6 +258,7 @@ PARTS: dict[str, Part] = {
         _follow,
         refused="follower",
         refused_alone=False,
+        counts_forwards=True,
     ),
     "largest norm": Part(
         _put(table_of_words=lambda: nn.Embedding(4, WIDTH, max_norm=0.1)),

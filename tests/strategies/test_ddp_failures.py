@@ -70,7 +70,7 @@ def _raise(gradient: Tensor) -> Tensor:
 def broken_data(communicator: Communicator, job: Job) -> Any:
     """A target that is no class, among the samples of rank 1's share alone."""
     if communicator.rank == 1:
-        communicator.shared["train_targets"] = torch.full_like(communicator.shared["train_targets"], 99)
+        communicator.shared["train/targets"] = torch.full_like(communicator.shared["train/targets"], 99)
     return train_worker(communicator, job)
 
 

@@ -20,7 +20,7 @@ from torch_parallel.strategies import STRATEGIES
 from torch_parallel.training.config import CONTROL_FLAGS, ConfigError, RunConfig, command_line_parser
 from torch_parallel.training.optimizers import OPTIMIZERS
 from torch_parallel.training.schedule import SCHEDULES
-from torch_parallel.workloads import DATASETS, MODELS
+from torch_parallel.workloads import MODELS
 from torch_parallel.workloads.mnist import FILES
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +83,6 @@ def test_every_field_is_a_flag_of_its_name_and_there_are_no_others() -> None:
         ("strategy", STRATEGIES),
         ("optimizer", OPTIMIZERS),
         ("model", MODELS),
-        ("dataset", DATASETS),
         ("lr_schedule", SCHEDULES),
     ],
 )

@@ -366,7 +366,7 @@ def test_the_host_does_not_wait_for_the_gpu(kind: str) -> None:
         held_up = torch.cuda.current_stream(device).record_event()
         batches = []
         for indices, following in zip(plan, [*plan[1:], None], strict=True):
-            batches += fed.feed(indices)
+            batches += [batch for batch, _ in fed.feed(indices)]
             if following is not None:
                 fed.prefetch(following)
         held_up_to_the_end = not held_up.query()

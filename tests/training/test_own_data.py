@@ -234,9 +234,9 @@ def test_an_output_that_is_wrong_in_evaluation_alone(go: Callable[..., TrainingR
 
         def forward(self, x: Tensor) -> Any:
             logits = self.layer(x)
-            return logits if self.training else (logits, logits)
+            return logits if self.training else {"main": logits, "beside": logits}
 
-    with pytest.raises(WorkerFailure, match="OutputMisfit: the model gives a tuple for a batch of 5"):
+    with pytest.raises(WorkerFailure, match="OutputMisfit: the model gives a dict for a batch of 5"):
         go("ring_all_reduce", Inception, data())
 
 
