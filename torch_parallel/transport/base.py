@@ -199,8 +199,9 @@ class Transport(ABC):
         except WaitTimeout as timeout:
             raise self._failed(timeout, f"{doing}, round {round_index}", in_call=numbered) from None
         if numbered:
+            words, entry = calls.words, calls.entry
             for index in calls.theirs:  # as `compare`, which takes longer to call
-                if calls.words[index] != calls.entry:
+                if words[index] != entry:
                     calls.compare(plan.heard)
         for source, nbytes in plan.received:
             self.received_bytes[source] += nbytes
@@ -236,10 +237,15 @@ class Transport(ABC):
 
         With `leave`, the newest so many messages of which this is to be heard may still be being read.
         """
-        settled = max(0, len(self._unsettled) - leave)
-        for reader, doing in self._unsettled[:settled]:
-            self._wait(READ, reader, doing, 0)
-        del self._unsettled[:settled]
+        unsettled, wait = self._unsettled, self._signals.wait
+        reading = unsettled[:-leave] if leave else unsettled
+        doing = ""
+        try:
+            for reader, doing in reading:
+                wait(READ, reader, doing, 0)
+        except WaitTimeout as timeout:
+            raise self._failed(timeout, doing) from None
+        del unsettled[: len(reading)]
 
     def tell(self, peer: int, pushed: Iterable[SharedBuffer] = ()) -> None:
         """Lets `peer` know that what this rank wrote for it is complete, and that it can read what is `pushed`."""

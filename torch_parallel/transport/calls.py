@@ -208,13 +208,10 @@ class Calls:
 
     def enter(self, signature: int) -> None:
         """Begins the next call."""
-        place = self._place + 1
-        if place == SLOTS:
-            place = 0
+        self._place = place = (self._place + 1) % SLOTS
+        if not place:
             self._lap += 1 << 32
-        self._place = place
-        self.entry = entry = self._lap | (self.entry * _FACTOR + signature) & _MASK
-        self.words[self._own + place] = entry
+        self.entry = self.words[self._own + place] = self._lap | (self.entry * _FACTOR + signature) & _MASK
         self.theirs = self._theirs[place]
 
     def compare(self, heard: list[int] | None = None) -> None:
