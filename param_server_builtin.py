@@ -24,6 +24,7 @@ from torch_parallel.training.evaluate import (
     Diverged,
     evaluate,
     first_not_finite,
+    metric_columns,
     moment,
     not_finite,
     seconds_between,
@@ -93,6 +94,7 @@ def train(config: RunConfig, workload: Workload, folder: RunFolder) -> None:
         row |= {"threads": torch.get_num_threads(), "epoch": epoch}
         row |= {"steps": -(-count // config.batch_size), "train_s": train_s, "samples_per_s": rate}
         row |= {"train_loss": train_loss, "test_loss": tested.loss}
+        row |= metric_columns(tested.metrics(task))
         row |= {"test_accuracy": accuracy, "compute_s": train_s - update_s, "update_s": update_s}
         folder.append_rows([row])
     torch.save({name: value.cpu() for name, value in bare.state_dict().items()}, folder.path / "weights.pt")

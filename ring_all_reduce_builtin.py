@@ -36,6 +36,7 @@ from torch_parallel.training.evaluate import (
     Evaluation,
     evaluate,
     first_not_finite,
+    metric_columns,
     moment,
     not_finite,
     seconds_between,
@@ -136,6 +137,7 @@ def train_rank(
             row["update_s"] = sum(seconds_between(*update) for update in updates)
             row |= {"samples_per_s": (count - warm_up[1]) / (train_s - warm_up[0]), "train_loss": train_loss}
             row |= {"test_loss": tested.loss, "test_accuracy": tested.metrics(task).get("accuracy", math.nan)}
+            row |= metric_columns(tested.metrics(task))
             timed = len(exchange_s) >= FEWEST_TIMED
             row["exchange_s"] = row["steps"] * statistics.fmean(exchange_s) if timed else ""
             row["compute_s"] = train_s - row["update_s"] - (row["exchange_s"] or 0.0)

@@ -3,6 +3,8 @@
 `python train.py --help` lists every flag; `python train.py` alone trains with the ring on all GPUs, or on the CPU.
 """
 
+import math
+
 from torch_parallel.command_line import run_command, start_command
 
 if __name__ == "__main__":
@@ -15,7 +17,8 @@ from torch_parallel.training.run import train
 def main() -> None:
     config = RunConfig.from_command_line(description=__doc__)
     run = train(config)
-    print(f"test accuracy {100 * run.test_accuracy:.2f} %; weights in {run.weights_file}; results in {run.folder}")
+    accuracy = "" if math.isnan(run.test_accuracy) else f"test accuracy {100 * run.test_accuracy:.2f} %; "
+    print(f"{accuracy}weights in {run.weights_file}; results in {run.folder}")
 
 
 if __name__ == "__main__":

@@ -52,6 +52,11 @@ COLUMNS = (
     "train_loss",
     "test_loss",
     "test_accuracy",
+    "precision",  # of the test samples; this and the next two are means over the classes
+    "recall",
+    "f1",
+    "perplexity",  # of the test samples
+    "metrics",  # what else the task makes of the test samples, as JSON
     "train_s",
     "samples_per_s",
     "skipped_steps",

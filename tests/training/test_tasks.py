@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +19,12 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch_parallel import RunConfig, Samples, Task, Workload, train
 from torch_parallel.strategies import STRATEGIES, SYNCHRONOUS
 from torch_parallel.training.sampler import epoch_order
-from torch_parallel.workloads.task import IGNORED, MaskedTokens, NextToken
+from torch_parallel.workloads import DataError
+from torch_parallel.workloads.own import load_own
+from torch_parallel.workloads.task import IGNORED, MaskedTokens, NextToken, class_metrics, counts_by_class
 from torch_parallel.workloads.tree import Tree
 
+ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY, LENGTH = 11, 6
 BATCH, EPOCHS, LR = 5, 2, 0.5
 """23 samples: 5 steps an epoch, of which the last has 3 samples, so that one of four workers has none."""
@@ -159,6 +167,7 @@ def go(folder: Path, workload: Workload, strategy: str, workers: int, **options:
     return train(config, workload=workload, verbose=False)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", WORKLOADS)
 @pytest.mark.parametrize("strategy", [*SYNCHRONOUS, "param_server_bounded", "param_server_backup"])
 def test_every_strategy_trains_as_one_process(kind: str, strategy: str, tmp_path: Path) -> None:
@@ -171,3 +180,189 @@ def test_every_strategy_trains_as_one_process(kind: str, strategy: str, tmp_path
         assert float((trained.weights[name] - value).norm()) <= bar, name
     assert trained.history[-1]["train_loss"] == pytest.approx(train_loss, rel=1e-9)
     assert trained.history[-1]["test_loss"] == pytest.approx(test_loss, rel=1e-9)
+
+
+@pytest.mark.parametrize("aggregate", ["mean", "sum"])
+def test_other_aggregates_divide_by_targets(aggregate: str, tmp_path: Path) -> None:
+    """One step with learning rate 1 from known weights: the means of the workers' means, worked out apart."""
+    workload = two_inputs()
+    samples = Samples("pairs", *(first_of(part, 5) for part in (workload.samples.train, workload.samples.test)))
+    config = RunConfig(
+        n_gpus=3, device="cpu", dtype="float64", lr=1.0, momentum=0.0, batch_size=5, epochs=1, aggregate=aggregate,
+        results_dir=str(tmp_path),
+    )  # fmt: skip
+    trained = train(config, workload=Workload(TwoInputs, Weighted(), samples), verbose=False)
+    torch.manual_seed(0)
+    model = TwoInputs().to(torch.float64)
+    means = []
+    for share in epoch_order(5, 0, 1).tensor_split(3):
+        loss, targets = losses_of("two inputs", model, samples.train, share)
+        means += [loss / targets] if targets else []
+    (sum(means) / (len(means) if aggregate == "mean" else 1)).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(trained.weights[name], parameter - parameter.grad, rtol=1e-12, atol=1e-14), name
+
+
+def first_of(part: Tree, count: int) -> Tree:
+    (left, right), (number, kind, weight) = part
+    return (left[:count], right[:count]), (number[:count], kind[:count], weight[:count])
+
+
+def test_a_task_of_ones_own_is_recorded(tmp_path: Path) -> None:
+    trained = go(tmp_path, two_inputs(), "ring_all_reduce", workers=2)
+    model = TwoInputs().to(torch.float64)
+    model.load_state_dict(trained.weights)
+    (left, right), (number, _, _) = two_inputs().samples.test
+    error = float((model(left, right)[0] - number).detach().abs().mean())
+    assert trained.history[-1]["metrics"] == {"mean_error": pytest.approx(error, rel=1e-9)}
+    with open(Path(trained.folder) / "runs.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert json.loads(rows[-1]["metrics"]) == {"mean_error": pytest.approx(error, rel=1e-9)}
+
+
+def test_classes_are_counted_as_scikit_learn_does() -> None:
+    from sklearn.metrics import accuracy_score, precision_recall_fscore_support
+
+    generator = torch.Generator().manual_seed(1)
+    wanted = torch.randint(4, (200,), generator=generator)  # class 4 never comes, class 5 is only predicted
+    predicted = torch.where(torch.rand(200, generator=generator) < 0.6, wanted, torch.full_like(wanted, 5))
+    sums = counts_by_class(predicted, wanted, class_count=6)
+    found = class_metrics(sums, 200)
+    precision, recall, f1, _ = precision_recall_fscore_support(wanted, predicted, average="macro", zero_division=0)
+    assert found["accuracy"] == pytest.approx(accuracy_score(wanted, predicted), rel=1e-12)
+    assert [found["precision"], found["recall"], found["f1"]] == pytest.approx([precision, recall, f1], rel=1e-12)
+
+
+class Broken(Weighted):
+    def __init__(self, counts: Any) -> None:
+        self.counts = counts
+
+    def target_counts(self, samples: Tree) -> Any:
+        return self.counts
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        (torch.ones(22, dtype=torch.int64), r"it gives \[22\] for pairs; \[23\] whole numbers"),
+        (torch.ones(23), "torch.float32 with"),
+        (torch.full((23,), -1), "torch.int64 with -1"),
+        (torch.zeros(23, dtype=torch.int64), "pairs has no target to train on"),
+        (7, "it gives int for pairs"),
+    ],
+)
+def test_counts_that_are_none(counts: Any, said: str, tmp_path: Path) -> None:
+    own = two_inputs()
+    with pytest.raises(DataError, match=said):
+        go(tmp_path, Workload(own.make_model, Broken(counts), own.samples), "ring_all_reduce", 2)
+
+
+@pytest.mark.parametrize(
+    ("train_part", "test_part", "said"),
+    [
+        ({}, {}, "train of mine: it holds no tensor"),
+        ({"a": torch.ones(3), "b": torch.ones(2)}, {}, "train/b of mine: it has 2 rows; as many as the 3 of train/a"),
+        ({"a": torch.ones(3)}, {"b": torch.ones(3)}, r"test of mine: it has the parts \['b'\]"),
+        ({"a": torch.ones(3, 2)}, {"a": torch.ones(3, 4)}, r"test/a of mine: its samples are \[4\]"),
+        ([torch.ones(3), "text"], [torch.ones(3), "text"], "train/1 of mine: it is of type str"),
+        ((torch.ones(3), torch.tensor(1.0)), (), "train/1 of mine: it is a single number"),
+    ],
+)
+def test_samples_that_are_wrong(train_part: Tree, test_part: Tree, said: str) -> None:
+    with pytest.raises(DataError, match=f"^{said}"):
+        Samples("mine", train_part, test_part)
+
+
+MINE = """
+import torch
+from torch import nn
+from torch_parallel import Samples, Task, Workload
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image, self.number = nn.Linear(6, 2), nn.Linear(1, 2)
+
+    def forward(self, image, number):
+        return self.image(image) + self.number(number)
+
+class Own(Task):
+    def forward(self, model, batch):
+        return model(batch["image"], batch["number"])
+
+    def loss_sum(self, output, batch):
+        return (output - batch["wanted"]).abs().sum()
+
+def make():
+    torch.manual_seed(1)
+    part = {"image": torch.randn(40, 6), "number": torch.randn(40, 1), "wanted": torch.randn(40, 2)}
+    return Workload(Both, Own(), Samples("mine", part, part))
+
+def wrong():
+    return Both()
+
+number = 3
+"""
+
+
+@pytest.mark.parametrize("command", [["train.py", "--n_gpus", "2"], ["ring_all_reduce_builtin.py", "--n_gpus", "2"]])
+def test_a_workload_of_a_file(command: list[str], tmp_path: Path) -> None:
+    """The same losses by ours and by the control."""
+    (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
+    words = [
+        sys.executable,
+        str(ROOT / command[0]),
+        *command[1:],
+        "--device",
+        "cpu",
+        "--workload",
+        f"{tmp_path}/mine.py:make",
+    ]
+    words += ["--epochs", "2", "--batch_size", "7", "--lr", "0.01", "--results_dir", str(tmp_path / "results")]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=200, cwd=tmp_path, env={**os.environ})
+    assert ended.returncode == 0, ended.stderr
+    (table,) = tmp_path.glob("results/*/runs.csv")
+    with open(table, newline="", encoding="utf-8") as file:
+        losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["rank"] == "0"]
+    assert losses == pytest.approx(losses_of_mine(), rel=1e-4)
+
+
+def losses_of_mine() -> list[float]:
+    space: dict[str, Any] = {"__name__": "mine"}
+    exec(MINE, space)
+    workload = space["make"]()
+    torch.manual_seed(0)
+    model, part, means = workload.make_model(), workload.samples.train, []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for epoch in (1, 2):
+        loss_sum = 0.0
+        for step in epoch_order(40, 0, epoch).split(7):
+            loss = (model(part["image"][step], part["number"][step]) - part["wanted"][step]).abs().sum()
+            optimizer.zero_grad()
+            (loss / len(step)).backward()
+            optimizer.step()
+            loss_sum += loss.item()
+        means.append(loss_sum / 40)
+    return means
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("mine.py", "give a file and a function in it"),
+        ("none.py:make", "there is no file"),
+        ("mine.py:none", "there is no function none in"),
+        ("mine.py:number", "there is no function number in"),
+        ("mine.py:wrong", "it returned something of type Both; make_model, task and samples are wanted"),
+        ("no_such_module:make", "there is no module no_such_module"),
+    ],
+)
+def test_places_where_there_is_no_workload(
+    place: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(DataError, match=f"^--workload {place}: {said}"):
+        load_own(place)
+    sys.modules.pop("mine", None)

@@ -19,6 +19,7 @@ from torch_parallel.steps import StepsFile
 from torch_parallel.strategies import FROM_SCRATCH, STRATEGIES
 from torch_parallel.training import emulation
 from torch_parallel.training.config import RunConfig
+from torch_parallel.training.evaluate import metric_columns
 from torch_parallel.training.record import Epoch, Saved, Served, Started, Steps
 from torch_parallel.training.sampler import step_count
 from torch_parallel.units import bytes_text
@@ -134,7 +135,7 @@ class Display:
         parts = {part: mean(f"{part}_s") for part in ("compute", "exchange", "wait")} | {"update": updating.update_s}
         self.say(
             f"epoch {epoch.epoch}/{self.config.epochs}  train loss {epoch.train_loss:.4f}  "
-            f"test accuracy {100 * epoch.test_accuracy:.2f} %  {epoch.samples_per_s:,.0f} samples/s  "
+            f"{_tested_line(epoch)}  {epoch.samples_per_s:,.0f} samples/s  "
             f"{_parts_line(parts)}{skipped}{_served_line(epoch.served)}"
         )
 
@@ -161,6 +162,7 @@ class Display:
             "device": self.device,
             "threads": self.threads,
             **{key: value for key, value in asdict(epoch).items() if key not in ("ranks", "served", "metrics")},
+            **metric_columns(epoch.metrics),
         }
         rows = []
         for rank, spent in enumerate(epoch.ranks):
@@ -177,6 +179,16 @@ class Display:
 
     def close(self) -> None:
         self.bar.close()
+
+
+def _tested_line(epoch: Epoch) -> str:
+    """Accuracy where the task has one, and what else tells most of it."""
+    told = [f"test accuracy {100 * epoch.test_accuracy:.2f} %"] if not math.isnan(epoch.test_accuracy) else []
+    told += [f"test loss {epoch.test_loss:.4f}"] if "perplexity" in epoch.metrics or not told else []
+    told += [
+        f"{name} {value:.4g}" for name, value in epoch.metrics.items() if name not in ("precision", "recall", "f1")
+    ]
+    return "  ".join(told)
 
 
 def _parts_line(seconds: dict[str, float]) -> str:

@@ -7,10 +7,12 @@ they are compared with.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +84,16 @@ def evaluate(
 def _added(some: Sums, others: Sums) -> Sums:
     both = {name: some[name] + others[name] for name in some.keys() & others.keys()}
     return {**some, **others, **both}
+
+
+METRICS = ("precision", "recall", "f1", "perplexity")
+
+
+def metric_columns(metrics: Mapping[str, float]) -> dict[str, Any]:
+    """Figures of the test samples by the names of `results.COLUMNS`; accuracy is not among them."""
+    known = {name: value for name, value in metrics.items() if name in METRICS}
+    others = {name: value for name, value in metrics.items() if name not in (*METRICS, "accuracy")}
+    return {**known, **({"metrics": json.dumps(others)} if others else {})}
 
 
 def step_targets(task: Task, samples: Tree, order: Tensor, batch_size: int) -> list[int]:

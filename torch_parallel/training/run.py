@@ -194,7 +194,7 @@ def _checkpoint_to_resume(config: RunConfig, dataset_name: str) -> tuple[str, st
     content = checkpoint.load(path)
     saved = asdict(RunConfig()) | content["config"] | {"dataset": content["dataset"]}
     ours = asdict(config) | {"dataset": dataset_name}
-    for name in ("model", "dataset", "train_size", "seed", "optimizer", "dtype"):
+    for name in ("model", "model_size", "dataset", "train_size", "seed", "optimizer", "dtype"):
         if ours[name] != saved[name]:
             raise checkpoint.CheckpointError(
                 f"--resume {path}: it was made with --{name} {saved[name]}, and this run has {ours[name]}; "
