@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from torch_parallel import RunConfig, Samples, Task, Workload, train
+from torch_parallel import RunConfig, Samples, Task, WorkerFailure, Workload, train
 from torch_parallel.strategies import STRATEGIES, SYNCHRONOUS
 from torch_parallel.training.sampler import epoch_order
 from torch_parallel.workloads import DataError
@@ -244,17 +244,32 @@ class Broken(Weighted):
 @pytest.mark.parametrize(
     ("counts", "said"),
     [
-        (torch.ones(22, dtype=torch.int64), r"it gives \[22\] for pairs; \[23\] whole numbers"),
+        (torch.ones(22, dtype=torch.int64), r"it gives \[22\] for the training part of pairs; \[23\] whole numbers"),
         (torch.ones(23), "torch.float32 with"),
         (torch.full((23,), -1), "torch.int64 with -1"),
-        (torch.zeros(23, dtype=torch.int64), "pairs has no target to train on"),
-        (7, "it gives int for pairs"),
+        (torch.zeros(23, dtype=torch.int64), "the training part of pairs has no target"),
+        (7, "it gives int for the training part of pairs"),
     ],
 )
 def test_counts_that_are_none(counts: Any, said: str, tmp_path: Path) -> None:
     own = two_inputs()
     with pytest.raises(DataError, match=said):
         go(tmp_path, Workload(own.make_model, Broken(counts), own.samples), "ring_all_reduce", 2)
+
+
+class Losses(Weighted):
+    """One loss a sample, where their sum is wanted."""
+
+    def loss_sum(self, output: Any, batch: Tree) -> Tensor:
+        return (output[0] - batch[1][0]).abs()
+
+
+def test_a_loss_that_is_no_sum_is_told_in_one_line(tmp_path: Path) -> None:
+    own = two_inputs()
+    with pytest.raises(
+        WorkerFailure, match=r"loss_sum of Losses gives a tensor \[3\] of torch.float64"
+    ):
+        go(tmp_path, Workload(own.make_model, Losses(), own.samples), "ring_all_reduce", 2)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from torch_parallel.workloads.task import Sums, Task
+from torch_parallel.workloads.task import Sums, Task, loss_sum_of
 from torch_parallel.workloads.tree import Tree, count, rows, to
 
 EVALUATION_BATCH = 500
@@ -71,7 +71,7 @@ def evaluate(
             stored = rows(samples, slice(start, start + EVALUATION_BATCH))
             batch = task.prepare(to(stored, device, copy=True), dtype)
             output = task.forward(model, batch)
-            loss_sum += task.loss_sum(output, batch).double()
+            loss_sum += loss_sum_of(task, output, batch).double()
             tested.sums = _added(tested.sums, task.metric_sums(output, batch))
     for module in training:
         module.training = True

@@ -50,6 +50,7 @@ def make_job(
     """The job, and the tensors to `launch(..., shared=...)` beside it."""
     train, test = ({f"{part}/{path}": leaf for path, leaf in leaves(getattr(samples, part)).items()} for part in PARTS)
     names = rebuilt(samples.train, list(train)), rebuilt(samples.test, list(test))
-    counts = target_counts(task, samples.name, samples.train)
+    counts = target_counts(task, f"the training part of {samples.name}", samples.train)
+    target_counts(task, f"the test part of {samples.name}", samples.test)
     tensors = {**train, **test, **({} if counts is None else {TARGET_COUNTS: counts})}
     return Job(config, samples.name, task, make_model, *names, checkpoint_folder, resume_from), tensors

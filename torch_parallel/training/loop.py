@@ -37,6 +37,7 @@ from torch_parallel.training.schedule import factor
 from torch_parallel.training.soundness import Soundness, look_at_losses, look_at_skipped
 from torch_parallel.training.targets import TargetCounts
 from torch_parallel.training.tracing import Tracer
+from torch_parallel.workloads.task import loss_sum_of
 from torch_parallel.workloads.tree import Tree, count, rows
 
 
@@ -219,7 +220,7 @@ class Trainer:
     def _forward_and_backward(self, stored: Tree, divided_by: int) -> None:
         with self._precision():
             batch = self.task.prepare(stored, self.dtype)
-            loss_sum = self.task.loss_sum(self.task.forward(self.strategy.forward, batch), batch)
+            loss_sum = loss_sum_of(self.task, self.task.forward(self.strategy.forward, batch), batch)
         (loss_sum / (divided_by / self.strategy.loss_factor)).backward()
         self.loss_sum += loss_sum.detach()
 

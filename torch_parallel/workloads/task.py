@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, interpolate
 
 from torch_parallel.workloads.errors import DataError
-from torch_parallel.workloads.outputs import fitting, logits_of
+from torch_parallel.workloads.outputs import OutputMisfit, fitting, logits_of
 from torch_parallel.workloads.tree import Tree, count
 
 Sums = dict[str, Tensor]
@@ -199,8 +199,17 @@ IGNORED = -100
 """In place of a target: nothing is to be predicted here. As cross_entropy's own."""
 
 
+def loss_sum_of(task: Task, output: Any, batch: Tree) -> Tensor:
+    """What the task says. Raises OutputMisfit where that is no sum of losses."""
+    loss = task.loss_sum(output, batch)
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+        found = f"a tensor {list(loss.shape)} of {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise OutputMisfit(f"loss_sum of {type(task).__name__} gives {found}; one number, the sum of losses, is wanted")
+    return loss
+
+
 def target_counts(task: Task, name: str, samples: Tree) -> Tensor | None:
-    """What the task says of the training samples of data of that name, int64 [n] on the CPU; None for one each.
+    """What the task says of samples of that name, int64 [n] on the CPU; None for one each.
 
     Raises DataError for what are no such counts, and where there is no target at all.
     """
@@ -214,7 +223,7 @@ def target_counts(task: Task, name: str, samples: Tree) -> Tensor | None:
     if counts.is_floating_point() or counts.is_complex() or (len(counts) and int(counts.min()) < 0):
         raise DataError(f"target_counts of {type(task).__name__}: {counts.dtype} with {counts.min()} in it; {wanted}")
     if not int(counts.sum()):
-        raise DataError(f"{name} has no target to train on: target_counts of {type(task).__name__} is 0 everywhere")
+        raise DataError(f"{name} has no target: target_counts of {type(task).__name__} is 0 everywhere")
     return counts.to("cpu", torch.int64)
 
 
