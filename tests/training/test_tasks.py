@@ -266,9 +266,7 @@ class Losses(Weighted):
 
 def test_a_loss_that_is_no_sum_is_told_in_one_line(tmp_path: Path) -> None:
     own = two_inputs()
-    with pytest.raises(
-        WorkerFailure, match=r"loss_sum of Losses gives a tensor \[3\] of torch.float64"
-    ):
+    with pytest.raises(WorkerFailure, match=r"loss_sum of Losses gives a tensor \[3\] of torch.float64"):
         go(tmp_path, Workload(own.make_model, Losses(), own.samples), "ring_all_reduce", 2)
 
 
