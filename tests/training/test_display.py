@@ -33,7 +33,7 @@ def display(
     targets = torch.zeros(train_size, dtype=torch.int64)
     dataset = Dataset("small", targets, targets, targets, targets, 2, (), (), "this test")
     config = RunConfig(**{"n_gpus": 2, "epochs": 3, "train_size": train_size, **options})
-    return Display(config, dataset, RunFolder(str(tmp_path), "x"), "net", device, verbose)
+    return Display(config, dataset.samples, RunFolder(str(tmp_path), "x"), "net", device, verbose)
 
 
 @pytest.mark.parametrize(

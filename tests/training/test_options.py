@@ -113,9 +113,9 @@ def test_accumulate_splits_the_share_of_a_worker(tmp_path: Path, strategy: str) 
         trainer = loop.Trainer(communicator, job)
         forward = trainer._forward_and_backward
 
-        def watched(inputs: torch.Tensor, targets: torch.Tensor, count: int) -> None:
-            assert len(inputs) == 1, f"{len(inputs)} samples in one micro-batch"
-            forward(inputs, targets, count)
+        def watched(batch: Any, divided_by: int) -> None:
+            assert len(batch["inputs"]) == 1, f"{len(batch['inputs'])} samples in one micro-batch"
+            forward(batch, divided_by)
 
         trainer._forward_and_backward = watched  # type: ignore[method-assign]
         return trainer.run()

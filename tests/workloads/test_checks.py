@@ -129,10 +129,12 @@ def test_tokens_reach_the_model_as_they_are(dtype: torch.dtype) -> None:
     assert made.normalize(made.train_inputs, torch.float32) is made.train_inputs
 
 
-def test_the_form_is_all_but_the_samples() -> None:
-    form = images(mean=[0.5, 0.25]).form
-    assert (form.name, form.class_count, form.mean, form.std) == ("own", 3, (0.5, 0.25), (1.0, 1.0))
-    assert torch.equal(form.normalize(IMAGES, torch.float32), images(mean=[0.5, 0.25]).normalize(IMAGES, torch.float32))
+def test_a_data_set_is_a_task_and_samples() -> None:
+    given = images(mean=[0.5, 0.25])
+    assert (given.task.class_count, given.task.mean, given.task.std) == (3, (0.5, 0.25), (1.0, 1.0))
+    assert torch.equal(given.task.normalize(IMAGES, torch.float32), given.normalize(IMAGES, torch.float32))
+    assert given.samples.name == "own" and torch.equal(given.samples.train["inputs"], given.train_inputs)
+    assert torch.equal(given.samples.test["targets"], given.test_targets)
 
 
 def test_a_part_may_be_empty_until_something_is_trained() -> None:
