@@ -43,7 +43,7 @@ class Feeder:
         They are cut as `tensor_split` cuts; some may be empty, and all are if b is 0.
         """
         for part in indices.tensor_split(parts):
-            yield to(rows(self.samples, part), self.device), len(part)
+            yield rows(self.samples, part, self.device), len(part)
 
     def prefetch(self, indices: Tensor) -> None:
         """Begins to fetch what the next `feed` is going to ask for, by the same tensor; a hint, which may be ignored.

@@ -48,9 +48,11 @@ def map_tree(function: Callable[[Any], Any], tree: Tree) -> Tree:
     return function(tree)
 
 
-def rows(tree: Tree, which: slice | Tensor) -> Tree:
-    """The samples at these rows."""
-    return map_tree(lambda leaf: leaf[which], tree)
+def rows(tree: Tree, which: slice | Tensor, device: torch.device | None = None) -> Tree:
+    """The samples at these rows, on `device` where one is given."""
+    if device is None:
+        return map_tree(lambda leaf: leaf[which], tree)
+    return map_tree(lambda leaf: leaf[which].to(device), tree)
 
 
 def to(tree: Tree, device: torch.device | None, copy: bool = False) -> Tree:
