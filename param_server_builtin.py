@@ -29,9 +29,11 @@ from torch_parallel.training.evaluate import (
     not_finite,
     seconds_between,
     step_targets,
+    tested_words,
 )
 from torch_parallel.workloads import DataError
 from torch_parallel.workloads.load import load_workload
+from torch_parallel.workloads.task import loss_sum_of
 from torch_parallel.workloads.tree import rows, to
 from torch_parallel.workloads.workload import Workload
 
@@ -59,7 +61,7 @@ def train(config: RunConfig, workload: Workload, folder: RunFolder) -> None:
         for whole, total in zip(order.to(device).split(config.batch_size), targets, strict=True):
             batch = task.prepare(rows(train_samples, whole), dtype)
             # taken outside the module, on the gathered outputs: a mean over targets, however samples were split
-            loss = task.loss_sum(task.forward(model, batch), batch)
+            loss = loss_sum_of(task, task.forward(model, batch), batch)
             optimizer.zero_grad()
             (loss / max(1, total)).backward()
             update_start = moment(device)
@@ -81,7 +83,7 @@ def train(config: RunConfig, workload: Workload, folder: RunFolder) -> None:
         rate = (count - warm_up[1]) / (train_s - warm_up[0])
         print(
             f"epoch {epoch}/{epochs}  train loss {train_loss:.4f}  "
-            f"test accuracy {100 * accuracy:.2f} %  {rate:,.0f} samples/s  "
+            f"{tested_words(accuracy, tested.loss)}  {rate:,.0f} samples/s  "
             f"compute and exchange {train_s - update_s:.2f} s  update {update_s:.2f} s",
             flush=True,
         )

@@ -41,10 +41,12 @@ from torch_parallel.training.evaluate import (
     not_finite,
     seconds_between,
     step_targets,
+    tested_words,
 )
 from torch_parallel.training.network import check_network
 from torch_parallel.workloads import DataError
 from torch_parallel.workloads.load import load_workload
+from torch_parallel.workloads.task import loss_sum_of
 from torch_parallel.workloads.tree import rows, to
 from torch_parallel.workloads.workload import Workload
 
@@ -106,7 +108,7 @@ def train_rank(
         loss_sum, updates, exchange_s, warm_up, start_s = 0.0, [], [], (0.0, 0), time.perf_counter()
         for step, whole in enumerate(order.to(device).split(config.batch_size), start=1):
             batch = task.prepare(rows(train_samples, whole.tensor_split(world_size)[rank]), dtype)
-            loss = task.loss_sum(task.forward(model, batch), batch)
+            loss = loss_sum_of(task, task.forward(model, batch), batch)
             optimizer.zero_grad()
             # DDP means over the ranks; this makes it over the targets
             (loss * world_size / max(1, targets[step - 1])).backward()
@@ -230,7 +232,7 @@ def record(row: dict, exchange_s: list[float], config: RunConfig, workload: Work
         parts = f"exchange and wait {row['exchange_s']:.2f} s ({sampled})  compute"
     print(
         f"epoch {row['epoch']}/{config.epochs_on(workload.samples.name)}  train loss {row['train_loss']:.4f}  "
-        f"test accuracy {100 * row['test_accuracy']:.2f} %  {row['samples_per_s']:,.0f} samples/s  "
+        f"{tested_words(row['test_accuracy'], row['test_loss'])}  {row['samples_per_s']:,.0f} samples/s  "
         f"{parts} {row['compute_s']:.2f} s  update {row['update_s']:.2f} s",
         flush=True,
     )

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from torch_parallel import RunConfig, Samples, Task, WorkerFailure, Workload, train
 from torch_parallel.strategies import STRATEGIES, SYNCHRONOUS
+from torch_parallel.training.config import ConfigError
 from torch_parallel.training.sampler import epoch_order
 from torch_parallel.workloads import DataError
 from torch_parallel.workloads.own import load_own
@@ -379,3 +380,29 @@ def test_places_where_there_is_no_workload(
     with pytest.raises(DataError, match=f"^--workload {place}: {said}"):
         load_own(place)
     sys.modules.pop("mine", None)
+
+
+class Half(Task):
+    def loss_sum(self, output: Any, batch: Tree) -> Tensor:
+        return output.square().sum()
+
+
+def test_samples_may_be_one_tensor(tmp_path: Path) -> None:
+    """Of float32, in a run of float64: floats are fed in the run's type."""
+    samples = Samples("bare", torch.ones(8, 5), torch.ones(4, 5))
+    config = RunConfig(n_gpus=2, device="cpu", dtype="float64", lr=0.0, epochs=1, results_dir=str(tmp_path))
+    trained = train(config, workload=Workload(lambda: nn.Linear(5, 3), Half(), samples), verbose=False)
+    torch.manual_seed(0)
+    output = nn.Linear(5, 3).to(torch.float64)(torch.ones(5, dtype=torch.float64))
+    assert trained.history[0]["test_loss"] == pytest.approx(float(output.square().sum().detach()), rel=1e-12)
+
+
+def test_a_task_without_a_loss_is_told_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^workload is a Task without a loss: give it a method loss_sum"):
+        go(tmp_path, Workload(TwoInputs, Task(), two_inputs().samples), "ring_all_reduce", 2)
+
+
+@pytest.mark.parametrize("option", [{"dataset": "digits"}, {"length": 5}, {"model_size": "tiny"}, {"pretrained": "x"}])
+def test_a_workload_brings_its_own_model_and_data(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"^--{next(iter(option))} \w+: a workload brings its own"):
+        RunConfig(workload="mine.py:make", **option)

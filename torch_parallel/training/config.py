@@ -219,6 +219,11 @@ class RunConfig:
         self.require(
             "lr", self.lr is None or (math.isfinite(self.lr) and self.lr >= 0), "it must be finite and not < 0"
         )
+        if self.workload is not None:
+            for name in ("dataset", "model_size", "pretrained", "length"):
+                self.require(
+                    name, getattr(self, name) is None, "a workload brings its own model and data; leave it out"
+                )
         self.require("length", self.length is None or self.length >= 1, "at least 1 token is needed")
         self.require("momentum", 0 <= self.momentum < 1, "it must lie in [0, 1)")
         self.require("weight_decay", 0 <= self.weight_decay < math.inf, "it must be finite and not < 0")

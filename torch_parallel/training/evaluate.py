@@ -86,6 +86,11 @@ def _added(some: Sums, others: Sums) -> Sums:
     return {**some, **others, **both}
 
 
+def tested_words(accuracy: float, loss: float) -> str:
+    """For a line on the screen: accuracy, or the mean loss where the task has none."""
+    return f"test loss {loss:.4f}" if math.isnan(accuracy) else f"test accuracy {100 * accuracy:.2f} %"
+
+
 METRICS = ("precision", "recall", "f1", "perplexity")
 
 

@@ -48,6 +48,8 @@ def as_workload(given: Any, who: str, name: str = "model") -> Workload:
         raise DataError(f"{who} {kind} for make_model; a function that makes the model is wanted: each worker calls it")
     if not isinstance(given.task, Task):
         raise DataError(f"{who} {_article(given.task)} for the task; a torch_parallel.Task is wanted")
+    if type(given.task).loss_sum is Task.loss_sum:
+        raise DataError(f"{who} a {type(given.task).__name__} without a loss: give it a method loss_sum(output, batch)")
     if not isinstance(given.samples, Samples):
         raise DataError(f"{who} {_article(given.samples)} for the samples; torch_parallel.Samples are wanted")
     given.samples.require_some()

@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy, interpolate
 
 from torch_parallel.workloads.errors import DataError
 from torch_parallel.workloads.outputs import OutputMisfit, fitting, logits_of
-from torch_parallel.workloads.tree import Tree, count
+from torch_parallel.workloads.tree import Tree, count, map_tree
 
 Sums = dict[str, Tensor]
 """By name, of any shape; those of one name are added."""
@@ -39,11 +39,16 @@ class Task:
     """What one target is, in the names of figures."""
 
     def prepare(self, batch: Tree, dtype: torch.dtype) -> Tree:
-        """What the model is fed, of samples as they are stored; on the device that trains. Here they are left alone."""
-        return batch
+        """What the model is fed, of samples as they are stored, on its device. Here floats become `dtype`."""
+        return map_tree(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, batch)
 
     def forward(self, model: Callable[..., Any], batch: Tree) -> Any:
-        """Calls the model on a batch that is prepared. Here on its part "inputs", or on the first of a tuple."""
+        """Calls the model on a batch that is prepared.
+
+        Here on the whole where that is one tensor, on its part "inputs", or on the first of a list or tuple.
+        """
+        if isinstance(batch, Tensor):
+            return model(batch)
         return model(batch["inputs"] if isinstance(batch, dict) else batch[0])
 
     def loss_sum(self, output: Any, batch: Tree) -> Tensor:
