@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +34,6 @@ Sums = dict[str, Tensor]
 
 class Task:
     """To be subclassed: `loss_sum` is needed, all else has defaults. Tasks are sent to worker processes by pickle."""
-
-    unit: ClassVar[str] = "sample"
-    """What one target is, in the names of figures."""
 
     def prepare(self, batch: Tree, dtype: torch.dtype) -> Tree:
         """What the model is fed, of samples as they are stored, on its device. Here floats become `dtype`."""
@@ -69,10 +66,27 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Classification(Task):
-    """One class a sample: a batch has "inputs" [b, ...] and "targets", int64 [b] in 0..class_count-1."""
+class OneClass(Task):
+    """One class a sample: a batch has "targets", int64 [b] in 0..class_count-1."""
 
     class_count: int
+
+    def loss_sum(self, output: Any, batch: Tree) -> Tensor:
+        targets = batch["targets"]
+        loss: Tensor = cross_entropy(fitting(output, len(targets), self.class_count), targets, reduction="sum")
+        return loss
+
+    def metric_sums(self, output: Any, batch: Tree) -> Sums:
+        return counts_by_class(logits_of(output).argmax(1), batch["targets"], self.class_count)
+
+    def metrics(self, sums: Sums, targets: int, loss: float) -> dict[str, float]:
+        return class_metrics(sums, targets)
+
+
+@dataclass(frozen=True)
+class Classification(OneClass):
+    """Of images, or of what is fed as it is: a batch has "inputs" [b, ...] too."""
+
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     side: int | None = None
@@ -102,28 +116,45 @@ class Classification(Task):
             plane.sub_(mean).div_(std)
         return scaled.to(dtype)
 
-    def loss_sum(self, output: Any, batch: Tree) -> Tensor:
-        targets = batch["targets"]
-        loss: Tensor = cross_entropy(fitting(output, len(targets), self.class_count), targets, reduction="sum")
-        return loss
 
-    def metric_sums(self, output: Any, batch: Tree) -> Sums:
-        return counts_by_class(logits_of(output).argmax(1), batch["targets"], self.class_count)
+class WithMask(Task):
+    """A text of tokens and the mask of those that are there: a batch has "tokens" and "mask", both [b, length]."""
 
-    def metrics(self, sums: Sums, targets: int, loss: float) -> dict[str, float]:
-        return class_metrics(sums, targets)
+    def prepare(self, batch: Tree, dtype: torch.dtype) -> Tree:
+        return {**batch, "tokens": batch["tokens"].long()}
+
+    def forward(self, model: Callable[..., Any], batch: Tree) -> Any:
+        return model(batch["tokens"], attention_mask=batch["mask"])
+
+
+class TextClassification(WithMask, OneClass):
+    """One class a text."""
 
 
 @dataclass(frozen=True)
-class NextToken(Task):
-    """Every token from those before it: a batch has "tokens" [b, length + 1] of whole numbers, and "count" [b].
+class TokensToTell(Task):
+    """Many tokens a sample: a batch that is prepared has "targets", int64 [b, length], IGNORED where there is none.
 
-    The model gets tokens[:, :-1] and is to predict tokens[:, 1:], of which the first `count` of a sample are targets.
     Losses are in nats.
     """
 
     vocabulary_size: int
-    unit = "token"
+
+    def loss_sum(self, output: Any, batch: Tree) -> Tensor:
+        return token_loss_sum(output, batch["targets"], self.vocabulary_size)
+
+    def metric_sums(self, output: Any, batch: Tree) -> Sums:
+        return {"correct": correct_tokens(output, batch["targets"])}
+
+    def metrics(self, sums: Sums, targets: int, loss: float) -> dict[str, float]:
+        return {"accuracy": _ratio(sums["correct"], targets), "perplexity": _exponential(loss)}
+
+
+class NextToken(TokensToTell):
+    """Every token from those before it: a batch has "tokens" [b, length + 1] of whole numbers, and "count" [b].
+
+    The model gets tokens[:, :-1] and is to predict tokens[:, 1:], of which the first `count` of a sample are targets.
+    """
 
     def prepare(self, batch: Tree, dtype: torch.dtype) -> Tree:
         tokens = batch["tokens"].long()
@@ -131,73 +162,17 @@ class NextToken(Task):
         counts = places < batch["count"].unsqueeze(1)
         return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:].masked_fill(~counts, IGNORED)}
 
-    def loss_sum(self, output: Any, batch: Tree) -> Tensor:
-        return token_loss_sum(output, batch["targets"], self.vocabulary_size)
-
     def target_counts(self, samples: Tree) -> Tensor | None:
         counts: Tensor = samples["count"]
         return counts
 
-    def metric_sums(self, output: Any, batch: Tree) -> Sums:
-        return {"correct": correct_tokens(output, batch["targets"])}
 
-    def metrics(self, sums: Sums, targets: int, loss: float) -> dict[str, float]:
-        return {"accuracy": _ratio(sums["correct"], targets), "perplexity": _exponential(loss)}
-
-
-@dataclass(frozen=True)
-class MaskedTokens(Task):
-    """The tokens that were hidden, as BERT is trained: a batch has "tokens" and "mask" [b, length], and "targets".
-
-    "targets", int64 [b, length], holds the token to predict where one is hidden, and IGNORED elsewhere; a sample may
-    have none.
-    """
-
-    vocabulary_size: int
-    unit = "token"
-
-    def prepare(self, batch: Tree, dtype: torch.dtype) -> Tree:
-        return {**batch, "tokens": batch["tokens"].long()}
-
-    def forward(self, model: Callable[..., Any], batch: Tree) -> Any:
-        return model(batch["tokens"], attention_mask=batch["mask"])
-
-    def loss_sum(self, output: Any, batch: Tree) -> Tensor:
-        return token_loss_sum(output, batch["targets"], self.vocabulary_size)
+class MaskedTokens(WithMask, TokensToTell):
+    """The tokens that were hidden, as BERT is trained. A sample may have none."""
 
     def target_counts(self, samples: Tree) -> Tensor | None:
         counts: Tensor = (samples["targets"] != IGNORED).sum(1)
         return counts
-
-    def metric_sums(self, output: Any, batch: Tree) -> Sums:
-        return {"correct": correct_tokens(output, batch["targets"])}
-
-    def metrics(self, sums: Sums, targets: int, loss: float) -> dict[str, float]:
-        return {"accuracy": _ratio(sums["correct"], targets), "perplexity": _exponential(loss)}
-
-
-@dataclass(frozen=True)
-class TextClassification(Task):
-    """One class a text: a batch has "tokens" and "mask" [b, length], and "targets", int64 [b]."""
-
-    class_count: int
-
-    def prepare(self, batch: Tree, dtype: torch.dtype) -> Tree:
-        return {**batch, "tokens": batch["tokens"].long()}
-
-    def forward(self, model: Callable[..., Any], batch: Tree) -> Any:
-        return model(batch["tokens"], attention_mask=batch["mask"])
-
-    def loss_sum(self, output: Any, batch: Tree) -> Tensor:
-        targets = batch["targets"]
-        loss: Tensor = cross_entropy(fitting(output, len(targets), self.class_count), targets, reduction="sum")
-        return loss
-
-    def metric_sums(self, output: Any, batch: Tree) -> Sums:
-        return counts_by_class(logits_of(output).argmax(1), batch["targets"], self.class_count)
-
-    def metrics(self, sums: Sums, targets: int, loss: float) -> dict[str, float]:
-        return class_metrics(sums, targets)
 
 
 IGNORED = -100
