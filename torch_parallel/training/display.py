@@ -19,7 +19,7 @@ from torch_parallel.steps import StepsFile
 from torch_parallel.strategies import FROM_SCRATCH, STRATEGIES
 from torch_parallel.training import emulation
 from torch_parallel.training.config import RunConfig
-from torch_parallel.training.evaluate import metric_columns
+from torch_parallel.training.evaluate import OF_CLASSES, metric_columns, tested_words
 from torch_parallel.training.record import Epoch, Saved, Served, Started, Steps
 from torch_parallel.training.sampler import step_count
 from torch_parallel.units import bytes_text
@@ -183,11 +183,10 @@ class Display:
 
 def _tested_line(epoch: Epoch) -> str:
     """Accuracy where the task has one, and what else tells most of it."""
-    told = [f"test accuracy {100 * epoch.test_accuracy:.2f} %"] if not math.isnan(epoch.test_accuracy) else []
-    told += [f"test loss {epoch.test_loss:.4f}"] if "perplexity" in epoch.metrics or not told else []
-    told += [
-        f"{name} {value:.4g}" for name, value in epoch.metrics.items() if name not in ("precision", "recall", "f1")
-    ]
+    told = [tested_words(epoch.test_accuracy, epoch.test_loss)]
+    if "perplexity" in epoch.metrics and not math.isnan(epoch.test_accuracy):
+        told.append(tested_words(math.nan, epoch.test_loss))
+    told += [f"{name} {value:.4g}" for name, value in epoch.metrics.items() if name not in OF_CLASSES]
     return "  ".join(told)
 
 

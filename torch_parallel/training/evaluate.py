@@ -91,7 +91,8 @@ def tested_words(accuracy: float, loss: float) -> str:
     return f"test loss {loss:.4f}" if math.isnan(accuracy) else f"test accuracy {100 * accuracy:.2f} %"
 
 
-METRICS = ("precision", "recall", "f1", "perplexity")
+OF_CLASSES = ("precision", "recall", "f1")
+METRICS = (*OF_CLASSES, "perplexity")
 
 
 def metric_columns(metrics: Mapping[str, float]) -> dict[str, Any]:

@@ -137,14 +137,13 @@ def _workload(
 ) -> tuple[Workload, str]:
     """What is trained, and one line about its data."""
     sizes = config.train_size, config.seed, config.test_size
-    if workload is not None or config.workload is not None:
-        if make_model is not None or dataset is not None or (workload is not None and config.workload is not None):
-            raise ConfigError("a workload is the model and the data: give it alone, without make_model and dataset")
-        if workload is None:
-            return load_workload(config.choice)
+    others = make_model is not None or dataset is not None
+    if (workload is not None) + (config.workload is not None) + others > 1:
+        raise ConfigError("a workload is the model and the data: give it alone, without make_model and dataset")
+    if workload is not None:
         own = as_workload(workload, "workload is")
         return own.subset(*sizes), f"{own.samples.name} from {own.samples.source}"
-    if dataset is None and make_model is None:
+    if not others:
         return load_workload(config.choice)
     if dataset is None:
         dataset, line = load_dataset(config.dataset, config.data_dir, *sizes)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy
@@ -60,17 +61,7 @@ class _Check:
 
     def tensor(self, field: str) -> Tensor:
         """On the CPU, without history, by the same memory where it can be."""
-        try:
-            tensor = as_tensor(self.fields[field])
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            found = f"it is {kind(self.fields[field])}, which is no tensor ({error})"
-            raise self.wrong(field, found, "a tensor, or an array of numbers, is wanted") from None
-        what = unusual(tensor)
-        if what:
-            raise self.wrong(field, f"it is {what}", "a dense tensor is wanted")
-        if tensor.dim() == 0:
-            raise self.wrong(field, "it is a single number", "a tensor with one row a sample is wanted")
-        return tensor.detach().as_subclass(Tensor).cpu().resolve_conj().resolve_neg()
+        return dense(self.fields[field], partial(self.wrong, field))
 
     def alike(self, train: Tensor, test: Tensor) -> None:
         """An empty part is alike whatever its shape: `train` says that it is empty."""
@@ -160,6 +151,23 @@ class _Check:
     def positive(self, field: str, numbers: tuple[float, ...]) -> None:
         if any(number <= 0 for number in numbers):
             raise self.wrong(field, f"it is {numbers}", "numbers > 0 are wanted")
+
+
+def dense(value: Any, wrong: Callable[[str, str], DataError]) -> Tensor:
+    """The rows of samples as a tensor on the CPU, without history, by the same memory where it can be.
+
+    Raises what `wrong` makes of what was found and what is wanted.
+    """
+    try:
+        tensor = as_tensor(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        found = f"it is {kind(value)}, which is no tensor ({error})"
+        raise wrong(found, "a tensor, or an array of numbers, is wanted") from None
+    if what := unusual(tensor):
+        raise wrong(f"it is {what}", "a dense tensor is wanted")
+    if tensor.dim() == 0:
+        raise wrong("it is a single number", "a tensor with one row a sample is wanted")
+    return tensor.detach().as_subclass(Tensor).cpu().resolve_conj().resolve_neg()
 
 
 def as_tensor(value: Any) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_parallel.workloads.checks import checked
 from torch_parallel.workloads.errors import DataError, DataNotFound
-from torch_parallel.workloads.samples import Samples
+from torch_parallel.workloads.samples import Samples, drawn
 from torch_parallel.workloads.task import Classification
 
 
@@ -84,8 +84,8 @@ class Dataset:
         They are drawn without repeats, by `seed` only. The samples keep their order, so the subset of all n is the data
         set itself. Raises DataError unless sizes lie in 1..n.
         """
-        train = self.samples.chosen("train", train_size, len(self.train_targets), seed)
-        test = self.samples.chosen("test", test_size, len(self.test_targets), seed)
+        train = drawn(self, "train", train_size, len(self.train_targets), seed)
+        test = drawn(self, "test", test_size, len(self.test_targets), seed)
         return replace(
             self,
             train_inputs=self.train_inputs[train],

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from torch_parallel.workloads.checks import as_tensor, kind, unusual
+from torch_parallel.workloads.checks import dense
 from torch_parallel.workloads.errors import DataError
-from torch_parallel.workloads.tree import Tree, count, leaves, map_tree, nbytes, rebuilt
+from torch_parallel.workloads.tree import Tree, count, leaves, nbytes, rebuilt, rows
+
+
+class Named(Protocol):
+    """Data, whatever holds them."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def source(self) -> str: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,22 +65,9 @@ class Samples:
 
         None is all. Raises DataError unless sizes lie in 1..n.
         """
-        train = self.chosen("train", train_size, self.train_size, seed)
-        test = self.chosen("test", test_size, self.test_size, seed)
-        return replace(
-            self,
-            train=map_tree(lambda leaf: leaf[train], self.train),
-            test=map_tree(lambda leaf: leaf[test], self.test),
-        )
-
-    def chosen(self, part: str, size: int | None, of: int, seed: int) -> Tensor | slice:
-        """The rows of a subset."""
-        if size is None:
-            return slice(None)
-        if not 1 <= size <= of:
-            raise DataError(f"{part}_size is {size}, but {self.name} has {of} {part} samples ({self.source})")
-        generator = torch.Generator("cpu").manual_seed(seed)
-        return torch.randperm(of, generator=generator, device="cpu")[:size].sort().values
+        train = drawn(self, "train", train_size, self.train_size, seed)
+        test = drawn(self, "test", test_size, self.test_size, seed)
+        return replace(self, train=rows(self.train, train), test=rows(self.test, test))
 
     def _wrong(self, where: str, found: str, wanted: str) -> DataError:
         return DataError(" ".join(f"{where} of {self.name}: {found}; {wanted}".split()))
@@ -78,25 +76,12 @@ class Samples:
         named = leaves(tree, part)
         if not named:
             raise self._wrong(part, "it holds no tensor", "a tensor, or a dict or tuple of tensors, is wanted")
-        tensors = [self._tensor(path, leaf) for path, leaf in named.items()]
+        tensors = [dense(leaf, partial(self._wrong, path)) for path, leaf in named.items()]
         for path, tensor in zip(named, tensors, strict=True):
             if len(tensor) != len(tensors[0]):
                 first = f"the {len(tensors[0])} of {next(iter(named))}"
                 raise self._wrong(path, f"it has {len(tensor)} rows", f"as many as {first} are wanted, one a sample")
         return rebuilt(tree, tensors)
-
-    def _tensor(self, path: str, value: Any) -> Tensor:
-        """On the CPU, without history, by the same memory where it can be."""
-        try:
-            tensor = as_tensor(value)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            found = f"it is {kind(value)}, which is no tensor ({error})"
-            raise self._wrong(path, found, "a tensor, or an array of numbers, is wanted") from None
-        if what := unusual(tensor):
-            raise self._wrong(path, f"it is {what}", "a dense tensor is wanted")
-        if tensor.dim() == 0:
-            raise self._wrong(path, "it is a single number", "a tensor with one row a sample is wanted")
-        return tensor.detach().as_subclass(Tensor).cpu().resolve_conj().resolve_neg()
 
     def _check_alike(self) -> None:
         train, test = leaves(self.train), leaves(self.test)
@@ -110,3 +95,13 @@ class Samples:
                 found = f"its samples are {list(other.shape[1:])} of {other.dtype}"
                 wanted = f"{list(leaf.shape[1:])} of {leaf.dtype}, as in train, are wanted"
                 raise self._wrong(f"test/{path}".rstrip("/"), found, wanted)
+
+
+def drawn(data: Named, part: str, size: int | None, of: int, seed: int) -> Tensor | slice:
+    """The rows of a subset, in their order. Raises DataError, which names the part and the data."""
+    if size is None:
+        return slice(None)
+    if not 1 <= size <= of:
+        raise DataError(f"{part}_size is {size}, but {data.name} has {of} {part} samples ({data.source})")
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randperm(of, generator=generator, device="cpu")[:size].sort().values

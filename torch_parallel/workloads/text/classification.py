@@ -23,7 +23,7 @@ from torch_parallel.workloads.text.parts import check_known, class_names, split,
 from torch_parallel.workloads.text.settings import Settings, checked
 from torch_parallel.workloads.text.table import Row, Table, read_table, wrong
 from torch_parallel.workloads.text.text_data import TextData
-from torch_parallel.workloads.text.vocabulary import encode_rows, size_of, tokenizer_for, train_wordpiece
+from torch_parallel.workloads.text.vocabulary import LEAST_LENGTH, encode_rows, size_of, tokenizer_for, train_wordpiece
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,7 +33,6 @@ NAMED_FILES = {
     "bbc_text": tuple(f"{folder}{name}.csv" for folder in ("", "bbc_text/") for name in ("bbc-text", "bbc_text")),
     "ag_news": tuple(f"{folder}/{TRAIN_FILE}" for folder in ("ag_news", "ag_news_csv", "AG_NEWS")),
 }
-LEAST_LENGTH = 3  # [CLS], a token, [SEP]
 # In AG news the categories are numbers, and these are what they stand for.
 AG_NEWS_CLASSES = {"1": "World", "2": "Sports", "3": "Business", "4": "Sci/Tech"}
 

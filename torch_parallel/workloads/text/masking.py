@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from torch_parallel.workloads.errors import DataError
+from torch_parallel.workloads.task import IGNORED
 from torch_parallel.workloads.text.cache import cached
 from torch_parallel.workloads.text.prediction import check_long_enough
 from torch_parallel.workloads.text.settings import Settings, checked
 from torch_parallel.workloads.text.stream import cut, pieces, read_stream
-from torch_parallel.workloads.text.text_data import NO_TARGET, TextData
+from torch_parallel.workloads.text.text_data import TextData
 from torch_parallel.workloads.text.vocabulary import (
+    LEAST_LENGTH,
     MASK,
     SPECIAL,
     encode_stream,
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
 DRAWN = 0.15  # of the tokens are to be predicted
 MASKED, RANDOM = 0.8, 0.1  # of these, become the mask token or any other; the rest stay
 MASK_NAMES = (MASK, "<mask>")
-LEAST_LENGTH = 3  # [CLS], a token, [SEP]
 
 
 def load_masked(
@@ -110,7 +111,7 @@ def hide(
     drawn = real & (torch.rand(shape, dtype=torch.float64, **draw) < DRAWN)  # type: ignore[call-overload]
     what = torch.rand(shape, dtype=torch.float64, **draw)  # type: ignore[call-overload]
     others = words[torch.randint(len(words), shape, **draw)].to(torch.int32)  # type: ignore[call-overload]
-    targets = tokens.to(torch.int64).masked_fill(~drawn, NO_TARGET)
+    targets = tokens.to(torch.int64).masked_fill(~drawn, IGNORED)
     hidden = tokens.masked_fill(drawn & (what < MASKED), mask_number)
     hidden = torch.where(drawn & (what >= MASKED) & (what < MASKED + RANDOM), others, hidden)
     return {"tokens": hidden, "targets": targets}

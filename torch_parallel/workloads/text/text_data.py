@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
 from torch_parallel.workloads.errors import DataError
+from torch_parallel.workloads.forms import TextTask
 
-Task = Literal["classification", "next_token", "masked"]
 FIELDS: dict[str, tuple[str, ...]] = {
     "classification": ("tokens", "mask", "labels"),
     "next_token": ("tokens", "count"),
     "masked": ("tokens", "mask", "targets"),
 }
-NO_TARGET = -100  # what torch's cross entropy passes over
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +40,7 @@ class TextData:
 
     name: str
     source: str
-    task: Task
+    task: TextTask
     train: dict[str, Tensor]
     test: dict[str, Tensor]
     vocabulary_size: int

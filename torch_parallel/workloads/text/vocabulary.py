@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 PAD, UNKNOWN, BEGIN, END, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # numbers 0 to 4
+LEAST_LENGTH = 3  # [CLS], a token, [SEP]
 PAD_NAMES = (PAD, "<pad>", "<|pad|>", "<|endoftext|>", "</s>")
 LEAST_WORDPIECE = 20
 LEAST_BYTE_PAIRS = 256
