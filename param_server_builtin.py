@@ -76,7 +76,8 @@ def train(config: RunConfig, workload: Workload, folder: RunFolder) -> None:
             torch.cuda.synchronize()
         train_s, update_s = time.perf_counter() - start_s, sum(seconds_between(*update) for update in updates)
         tested = evaluate(bare, task, samples.test, dtype, device)
-        train_loss, accuracy = float(loss_sum) / sum(targets), tested.metrics(task).get("accuracy", math.nan)
+        metrics = tested.metrics(task)
+        train_loss, accuracy = float(loss_sum) / sum(targets), metrics.get("accuracy", math.nan)
         losses = {"training loss": train_loss, "test loss": tested.loss}
         if fault := first_not_finite(bare, optimized, losses, made_so):
             raise Diverged(fault, epoch)
@@ -96,7 +97,7 @@ def train(config: RunConfig, workload: Workload, folder: RunFolder) -> None:
         row |= {"threads": torch.get_num_threads(), "epoch": epoch}
         row |= {"steps": -(-count // config.batch_size), "train_s": train_s, "samples_per_s": rate}
         row |= {"train_loss": train_loss, "test_loss": tested.loss}
-        row |= metric_columns(tested.metrics(task))
+        row |= metric_columns(metrics)
         row |= {"test_accuracy": accuracy, "compute_s": train_s - update_s, "update_s": update_s}
         folder.append_rows([row])
     torch.save({name: value.cpu() for name, value in bare.state_dict().items()}, folder.path / "weights.pt")

@@ -138,8 +138,9 @@ def train_rank(
             row = {"epoch": epoch, "steps": -(-count // config.batch_size), "train_s": train_s}
             row["update_s"] = sum(seconds_between(*update) for update in updates)
             row |= {"samples_per_s": (count - warm_up[1]) / (train_s - warm_up[0]), "train_loss": train_loss}
-            row |= {"test_loss": tested.loss, "test_accuracy": tested.metrics(task).get("accuracy", math.nan)}
-            row |= metric_columns(tested.metrics(task))
+            metrics = tested.metrics(task)
+            row |= {"test_loss": tested.loss, "test_accuracy": metrics.get("accuracy", math.nan)}
+            row |= metric_columns(metrics)
             timed = len(exchange_s) >= FEWEST_TIMED
             row["exchange_s"] = row["steps"] * statistics.fmean(exchange_s) if timed else ""
             row["compute_s"] = train_s - row["update_s"] - (row["exchange_s"] or 0.0)
