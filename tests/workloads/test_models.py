@@ -10,7 +10,7 @@ import copy
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,13 +25,7 @@ SMALL = ["mlp", "cnn", "mobilenet_v2"]
 CASES = [((1, 8, 8), 10), ((1, 28, 28), 10), ((3, 32, 32), 10), ((2, 5, 7), 3), ((3, 4, 4), 1)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small layers: threads gain nothing, and where cores are busy they wait for each other twenty times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def linear(inputs: int, outputs: int) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -14,12 +12,7 @@ NAMES = ["mobilenet_v2", "vgg16", "resnet50"]
 MULTIPLIERS = {"tiny": 0.35, "small": 0.5, "base": 1.0, "large": 1.4}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def on_meta(name: str, side: int, classes: int, size: str | None, channels: int = 3) -> nn.Module:

@@ -24,12 +24,7 @@ MASKED = TextForm(300, 16, 5, "masked")
 NEXT = TextForm(300, 16, 5, "next_token")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

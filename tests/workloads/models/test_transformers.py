@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
@@ -43,12 +42,7 @@ CASES: list[tuple[str, Form]] = [
 each_case = pytest.mark.parametrize(("name", "form"), CASES)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def on_meta(name: str, form: Form, size: str | None = None) -> nn.Module:
