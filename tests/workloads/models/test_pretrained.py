@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torch_parallel import workloads
 from torch_parallel.workloads import Form, ImageForm, TextForm, build_model, load_pretrained
+from torch_parallel.workloads.models.pretrained import folder_of
 
 IMAGES = ImageForm(3, 8, 8, 10)
 LABELS = TextForm(300, 16, 5, "classification")
@@ -269,3 +270,19 @@ def test_what_the_network_says_is_in_the_line(hub: Path, monkeypatch: pytest.Mon
     said = r"someone/bert: .* cannot be downloaded \(no route\); look at the name and the network, or give a folder"
     with pytest.raises(ValueError, match=said):
         load_pretrained("someone/bert", LABELS, "bert")
+
+
+def test_the_file_that_is_asked_for_is_what_the_hub_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer is fetched too, and not only what makes the model."""
+    import huggingface_hub
+
+    asked: list[list[str]] = []
+
+    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        (tmp_path / "tokenizer.json").write_text("{}")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert folder_of("tokenizer.json", "someone/something") == tmp_path
+    assert asked == [["tokenizer.json"]]

@@ -81,7 +81,7 @@ def _folder_with(files: tuple[str, ...], given: str | Path) -> Path:
     if not folder.is_dir():
         if isinstance(given, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1:
             raise ValueError(f"{text}: there is no such folder; {REMEDY}")
-        folder = _from_hub(text, [CONFIG] if files == (CONFIG,) else [CONFIG, "model*.safetensors*"])
+        folder = _from_hub(text, [CONFIG, "model*.safetensors*"] if files == WEIGHTS else list(files))
     if not any((folder / file).is_file() for file in files):
         raise ValueError(f"{text}: it has no {files[0]}; {REMEDY}")
     return folder
