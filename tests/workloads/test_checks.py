@@ -42,12 +42,13 @@ def refused(field: str, make: Any, **changed: Any) -> str:
 # What is taken.
 
 
-def test_fields_have_an_order_and_the_last_three_defaults() -> None:
+def test_fields_have_an_order_and_the_last_four_defaults() -> None:
     names = [field.name for field in dataclasses.fields(Dataset)]
     parts = ["train_inputs", "train_targets", "test_inputs", "test_targets"]
-    assert names == ["name", *parts, "class_count", "mean", "std", "source"]
+    assert names == ["name", *parts, "class_count", "mean", "std", "source", "built_in"]
     made = Dataset("own", FLOATS, CLASSES, FLOATS[:4], CLASSES[:4], 3)
     assert (made.mean, made.std) == ((), ()) and isinstance(made.source, str) and made.source
+    assert made.built_in is False
     assert made.normalize(made.train_inputs, torch.float32) is made.train_inputs
 
 
@@ -195,8 +196,10 @@ def test_targets_that_are_not_one_class_a_sample(targets: Any, said: str) -> Non
         (FLOATS.to_sparse(), "torch.sparse_coo; a dense tensor"),
         (torch.empty(8, 3, device="meta"), "meta"),
         (torch.tensor(3.0), "a single number"),
+        (FLOATS.numpy().astype(numpy.uint16), "torch.uint16, with which no layer of torch works; .float() is wanted"),
+        (FLOATS.long().to(torch.uint32), "torch.uint32, with which no layer"),
     ],
-    ids=["text", "ragged", "object", "words", "masked", "sparse", "meta", "number"],
+    ids=["text", "ragged", "object", "words", "masked", "sparse", "meta", "number", "uint16", "uint32"],
 )
 def test_inputs_that_are_no_numbers_in_memory(inputs: Any, said: str) -> None:
     assert said in refused("train_inputs", own, train_inputs=inputs)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch_parallel.workloads.errors import DataError
 
 PARTS = ("train", "test")
+WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 IMAGES = "images [n, C, H, W] are wanted where inputs are uint8; give .float() for other numbers, .long() for tokens"
 
 
@@ -30,7 +31,7 @@ def checked(fields: Mapping[str, Any]) -> dict[str, Any]:
     check = _Check(fields)
     kept: dict[str, Any] = {"name": check.text("name")}
     for part in PARTS:
-        kept[f"{part}_inputs"] = check.tensor(f"{part}_inputs")
+        kept[f"{part}_inputs"] = check.inputs(f"{part}_inputs")
     check.alike(kept["train_inputs"], kept["test_inputs"])
     kept["class_count"] = check.class_count()
     for part in PARTS:
@@ -62,6 +63,14 @@ class _Check:
     def tensor(self, field: str) -> Tensor:
         """On the CPU, without history, by the same memory where it can be."""
         return dense(self.fields[field], partial(self.wrong, field))
+
+    def inputs(self, field: str) -> Tensor:
+        """Of a type with which layers can work."""
+        inputs = self.tensor(field)
+        if inputs.dtype in WIDE_UNSIGNED:
+            wanted = ".float() is wanted for pixels and other numbers, .long() for tokens (of NumPy, .astype)"
+            raise self.wrong(field, f"it is {inputs.dtype}, with which no layer of torch works", wanted)
+        return inputs
 
     def alike(self, train: Tensor, test: Tensor) -> None:
         """An empty part is alike whatever its shape: `train` says that it is empty."""

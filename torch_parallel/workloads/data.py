@@ -13,8 +13,9 @@ from pathlib import Path
 from torch_parallel.workloads.cifar10 import load_cifar10
 from torch_parallel.workloads.dataset import DataError, DataNotFound, Dataset
 from torch_parallel.workloads.digits import load_digits
+from torch_parallel.workloads.image_folder import find_folder, load_image_folder
 from torch_parallel.workloads.mnist import load_mnist
-from torch_parallel.workloads.synthetic import load_synthetic
+from torch_parallel.workloads.synthetic import is_synthetic, load_synthetic
 
 # A loader is given the folders to look in; a download goes to the first. It raises DataNotFound if there is nothing.
 DATASETS: dict[str, Callable[[Sequence[Path]], Dataset]] = {
@@ -30,18 +31,31 @@ REMEDY = f"name a folder that has it (--data_dir, or {FOLDER_VARIABLE} in the en
 
 
 def load_dataset(
-    name: str | None, data_dir: str | None, train_size: int | None, seed: int, test_size: int | None = None
+    name: str | None,
+    data_dir: str | None,
+    train_size: int | None,
+    seed: int,
+    test_size: int | None = None,
+    side: int | None = None,
 ) -> tuple[Dataset, str]:
     """The data of a run, and one line that says which it is and where it came from.
 
     Without a `name`: MNIST if it can be had, else digits, and the line says why. Looks in `data_dir`, in the folder
     that the environment variable TORCH_PARALLEL_DATA names, and in ./data; a download goes to the first of these that
-    is given. `train_size` and `test_size` keep that many samples, drawn by `seed`.
+    is given. `train_size` and `test_size` keep that many samples, drawn by `seed`; of synthetic data they are made.
+
+    A name that is none of DATASETS is a folder of images, one sub-folder a class, or the name of one below the folders
+    above: see `load_image_folder`. Its images are made `side` pixels wide and high (default 64).
 
     Raises DataError, one line with the remedies: unknown name, no such folder, data that can neither be found nor
     downloaded, a damaged file (never passed over for other data), a size that is not in 1..n.
     """
     folders = search_folders(data_dir)
+    if name is not None and is_synthetic(name):
+        synthetic = load_synthetic((), name, train_size, test_size)
+        return synthetic, f"{synthetic.name} from {synthetic.source}"
+    if name is not None and name not in DATASETS and (folder := _image_folder(name, folders)):
+        return load_image_folder(folder, side, seed, train_size, test_size)
     dataset = _load_default(folders) if name is None else _load_named(name, folders)
     line = f"{dataset.name} from {dataset.source}"
     if train_size is not None:
@@ -68,9 +82,17 @@ def _path_of(folder: str) -> Path:
     return Path(folder).expanduser()
 
 
+def _image_folder(name: str, folders: Sequence[Path]) -> Path | None:
+    return find_folder(str(_path_of(name)) if name else "", folders)
+
+
 def _load_named(name: str, folders: Sequence[Path]) -> Dataset:
     if name not in DATASETS:
-        raise DataError(f"there is no data set {name!r}; choose from {', '.join(DATASETS)}")
+        known = ", ".join(DATASETS)
+        raise DataError(
+            f"there is no data set {name!r}; choose from {known}, or give the path of a folder of images, with one "
+            "sub-folder a class"
+        )
     try:
         return DATASETS[name](folders)
     except DataNotFound as error:

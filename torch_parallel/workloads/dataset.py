@@ -39,6 +39,8 @@ class Dataset:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     source: str = "memory"
+    built_in: bool = False
+    """Whether it is the data set of that name that comes with the package."""
 
     def __post_init__(self) -> None:
         given = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -55,7 +57,7 @@ class Dataset:
         """The samples as a task has them."""
         train = {"inputs": self.train_inputs, "targets": self.train_targets}
         test = {"inputs": self.test_inputs, "targets": self.test_targets}
-        return Samples(self.name, train, test, self.source)
+        return Samples(self.name, train, test, self.source, self.built_in)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -64,6 +66,11 @@ class Dataset:
             raise DataError(
                 f"train_inputs of {self.name}: its samples have the shape {list(self.train_inputs.shape[1:])}; images "
                 "[C, H, W] are wanted by the models that go by a name, so give a model of your own (make_model)"
+            )
+        if self.train_inputs.is_complex():
+            raise DataError(
+                f"train_inputs of {self.name}: it is {self.train_inputs.dtype}; real numbers are wanted by the models "
+                "that go by a name: give .abs(), or real and imaginary parts as channels, or a model of your own"
             )
         _, channels, height, width = self.train_inputs.shape
         return channels, height, width

@@ -39,6 +39,7 @@ def load_digits(folders: Sequence[Path] = ()) -> Dataset:
         mean=(round(pixels.mean().item(), 4),),  # rounded: the same number on every machine
         std=(round(pixels.std().item(), 4),),
         source="scikit-learn's 8x8 digits",
+        built_in=True,
     )
 
 

@@ -36,11 +36,18 @@ class Samples:
     train: Tree
     test: Tree
     source: str = "memory"
+    built_in: bool = False
+    """Whether they are those of the data set of that name that comes with the package."""
 
     def __post_init__(self) -> None:
         for part in ("train", "test"):
             object.__setattr__(self, part, self._checked(part, getattr(self, part)))
         self._check_alike()
+
+    @property
+    def known_as(self) -> str:
+        """The name by which training knows them and may have other defaults; "" for what a user calls so too."""
+        return self.name if self.built_in else ""
 
     @property
     def train_size(self) -> int:

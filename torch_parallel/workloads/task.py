@@ -16,7 +16,7 @@ step's divisor without a message, and the mean is exact however targets are spre
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, interpolate
 
+from torch_parallel.workloads.checks import as_tensor
 from torch_parallel.workloads.errors import DataError
 from torch_parallel.workloads.outputs import OutputMisfit, fitting, logits_of
 from torch_parallel.workloads.tree import Tree, count, map_tree
@@ -40,28 +41,43 @@ class Task:
         return map_tree(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, batch)
 
     def forward(self, model: Callable[..., Any], batch: Tree) -> Any:
-        """Calls the model on a batch that is prepared.
+        """Calls the model on a batch that is prepared. Raises OutputMisfit for a dict without "inputs".
 
         Here on the whole where that is one tensor, on its part "inputs", or on the first of a list or tuple.
         """
         if isinstance(batch, Tensor):
             return model(batch)
+        if isinstance(batch, dict) and "inputs" not in batch:
+            raise OutputMisfit(
+                f"a batch has the parts {', '.join(map(str, batch))}, and {type(self).__name__} gives the "
+                'model its part "inputs"; name one so, or give the task a method forward(model, batch)'
+            )
         return model(batch["inputs"] if isinstance(batch, dict) else batch[0])
 
     def loss_sum(self, output: Any, batch: Tree) -> Tensor:
         """The sum of the losses of all targets of a batch, []. It must be 0 where there are none."""
         raise NotImplementedError(f"{type(self).__name__} needs a method loss_sum(output, batch)")
 
-    def target_counts(self, samples: Tree) -> Tensor | None:
-        """How many targets each sample has, whole numbers [n], of samples as they are stored; None for one each."""
+    def target_counts(self, samples: Tree) -> Any:
+        """How many targets each sample has, whole numbers [n], of samples as they are stored; None for one each.
+
+        An array or a list does as well as a tensor.
+        """
         return None
 
-    def metric_sums(self, output: Any, batch: Tree) -> Sums:
-        """What is counted of a batch of the test part, beside its loss and its targets."""
+    def token_counts(self, samples: Tree) -> Tensor | None:
+        """How many tokens of each sample the model reads, padding left out, [n]; None for what is no text."""
+        return None
+
+    def metric_sums(self, output: Any, batch: Tree) -> Mapping[str, Any]:
+        """What is counted of a batch of the test part, beside its loss and its targets: tensors or numbers by name."""
         return {}
 
-    def metrics(self, sums: Sums, targets: int, loss: float) -> dict[str, float]:
-        """Figures of all test samples: of their added sums, how many targets they have, and the mean loss of these."""
+    def metrics(self, sums: Sums, targets: int, loss: float) -> Mapping[str, Any]:
+        """Figures of all test samples: of their added sums, how many targets they have, and the mean loss of these.
+
+        Numbers, or tensors of one element, by name.
+        """
         return {}
 
 
@@ -91,11 +107,15 @@ class Classification(OneClass):
     std: tuple[float, ...] = ()
     side: int | None = None
     """Pixels to which images are resized, where the model wants other ones."""
+    repeated: int = 1
+    """How often grey images are repeated, for a model of so many channels."""
 
     def prepare(self, batch: Tree, dtype: torch.dtype) -> Tree:
         inputs = self.normalize(batch["inputs"], dtype)
         if self.side is not None and inputs.shape[2:] != (self.side, self.side):
             inputs = interpolate(inputs, (self.side, self.side), mode="bilinear", antialias=True)
+        if self.repeated > 1:
+            inputs = inputs.repeat(1, self.repeated, 1, 1)
         return {**batch, "inputs": inputs}
 
     def normalize(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -125,6 +145,10 @@ class WithMask(Task):
 
     def forward(self, model: Callable[..., Any], batch: Tree) -> Any:
         return model(batch["tokens"], attention_mask=batch["mask"])
+
+    def token_counts(self, samples: Tree) -> Tensor | None:
+        counts: Tensor = samples["mask"].sum(1)
+        return counts
 
 
 class TextClassification(WithMask, OneClass):
@@ -166,6 +190,9 @@ class NextToken(TokensToTell):
         counts: Tensor = samples["count"]
         return counts
 
+    def token_counts(self, samples: Tree) -> Tensor | None:
+        return self.target_counts(samples)
+
 
 class MaskedTokens(WithMask, TokensToTell):
     """The tokens that were hidden, as BERT is trained. A sample may have none."""
@@ -180,12 +207,54 @@ IGNORED = -100
 
 
 def loss_sum_of(task: Task, output: Any, batch: Tree) -> Tensor:
-    """What the task says. Raises OutputMisfit where that is no sum of losses."""
+    """What the task says. Raises OutputMisfit where that is no sum of losses, or nothing can be learnt from it."""
     loss = task.loss_sum(output, batch)
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         found = f"a tensor {list(loss.shape)} of {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
         raise OutputMisfit(f"loss_sum of {type(task).__name__} gives {found}; one number, the sum of losses, is wanted")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise OutputMisfit(
+            f"loss_sum of {type(task).__name__} does not depend on the model's parameters, so nothing can be learnt; "
+            "make it of the output that it is given, without detach, item or argmax, and freeze not all parameters"
+        )
     return loss
+
+
+def metric_sums_of(task: Task, output: Any, batch: Tree) -> Sums:
+    """What the task counts of a batch, as tensors. Raises OutputMisfit where it is something else."""
+    sums = task.metric_sums(output, batch)
+    who = f"metric_sums of {type(task).__name__}"
+    if not isinstance(sums, Mapping):
+        raise OutputMisfit(f"{who} gives {_what(sums)}; a dict of sums by name is wanted, or {{}}")
+    tensors = {str(name): _number_or_tensor(f"{who} gives {name}", each) for name, each in sums.items()}
+    return {name: each.long() if each.dtype == torch.bool else each for name, each in tensors.items()}
+
+
+def metrics_of(task: Task, sums: Sums, targets: int, loss: float) -> dict[str, float]:
+    """The task's figures, as numbers. Raises OutputMisfit where one is something else."""
+    metrics = task.metrics(sums, targets, loss)
+    who = f"metrics of {type(task).__name__}"
+    if not isinstance(metrics, Mapping):
+        raise OutputMisfit(f"{who} gives {_what(metrics)}; a dict of numbers by name is wanted, or {{}}")
+    return {str(name): _number(f"{who} gives {name}", each) for name, each in metrics.items()}
+
+
+def _what(value: Any) -> str:
+    return "None" if value is None else f"something of type {type(value).__name__}"
+
+
+def _number_or_tensor(which: str, value: Any) -> Tensor:
+    try:
+        return as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise OutputMisfit(f"{which}, {_what(value)}; a number or a tensor is wanted, to be added up") from None
+
+
+def _number(which: str, value: Any) -> float:
+    tensor = _number_or_tensor(which, value)
+    if tensor.numel() != 1 or tensor.is_complex():
+        raise OutputMisfit(f"{which}, a tensor {list(tensor.shape)} of {tensor.dtype}; one number is wanted")
+    return float(tensor.item())
 
 
 def target_counts(task: Task, name: str, samples: Tree) -> Tensor | None:
@@ -193,18 +262,32 @@ def target_counts(task: Task, name: str, samples: Tree) -> Tensor | None:
 
     Raises DataError for what are no such counts, and where there is no target at all.
     """
-    counts = task.target_counts(samples)
-    if counts is None:
-        return None
-    wanted = f"[{count(samples)}] whole numbers, one a sample, are wanted"
-    if not isinstance(counts, Tensor) or counts.dim() != 1 or len(counts) != count(samples):
-        found = list(counts.shape) if isinstance(counts, Tensor) else type(counts).__name__
-        raise DataError(f"target_counts of {type(task).__name__}: it gives {found} for {name}; {wanted}")
-    if counts.is_floating_point() or counts.is_complex() or (len(counts) and int(counts.min()) < 0):
-        raise DataError(f"target_counts of {type(task).__name__}: {counts.dtype} with {counts.min()} in it; {wanted}")
-    if not int(counts.sum()):
+    counts = counts_of(task, samples, f" for {name}")
+    if counts is not None and not int(counts.sum()):
         raise DataError(f"{name} has no target: target_counts of {type(task).__name__} is 0 everywhere")
-    return counts.to("cpu", torch.int64)
+    return counts
+
+
+def counts_of(task: Task, samples: Tree, of_what: str = "") -> Tensor | None:
+    """The same of any samples; there may be no target among them. Tensors, arrays and lists will do."""
+    given = task.target_counts(samples)
+    if given is None:
+        return None
+    who = f"target_counts of {type(task).__name__}: it gives"
+    wanted = f"{of_what}; [{count(samples)}] whole numbers, one a sample, are wanted"
+    try:
+        counts = as_tensor(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise DataError(f"{who} {_what(given)}{wanted}") from None
+    if counts.dim() != 1 or len(counts) != count(samples):
+        found = list(counts.shape) if counts.dim() else f"one number, {counts}"
+        raise DataError(f"{who} {found}{wanted}")
+    if len(counts) and (counts.is_floating_point() or counts.is_complex()):
+        raise DataError(f"{who} {counts.dtype}{wanted}; give .long() if they are")
+    counts = counts.to("cpu", torch.int64)
+    if len(counts) and int(counts.min()) < 0:
+        raise DataError(f"{who} {counts.min()} for a sample{wanted}, none below 0")
+    return counts
 
 
 def token_loss_sum(output: Any, targets: Tensor, vocabulary_size: int) -> Tensor:

@@ -12,12 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_parallel.workloads.errors import DataError
+
 # Tensor | dict[str, Tree] | list[Tree] | tuple[Tree, ...]; where a tree is described, its leaves are other things
 Tree = Any
 
 
 def leaves(tree: Tree, path: str = "") -> dict[str, Any]:
-    """The leaves by their paths, such as "words/0", in the order of the tree."""
+    """The leaves by their paths, such as "words/0", in the order of the tree.
+
+    Raises DataError where two have the same, as those of "a/b" and of {"a": {"b": ...}}.
+    """
     if isinstance(tree, dict):
         children = [(str(key), child) for key, child in tree.items()]
     elif isinstance(tree, list | tuple):
@@ -26,7 +31,10 @@ def leaves(tree: Tree, path: str = "") -> dict[str, Any]:
         return {path: tree}
     found: dict[str, Any] = {}
     for name, child in children:
-        found |= leaves(child, f"{path}/{name}" if path else name)
+        more = leaves(child, f"{path}/{name}" if path else name)
+        if twice := next((each for each in more if each in found), None):
+            raise DataError(f"two tensors of the samples have the path {twice}; rename one of the keys that make it")
+        found |= more
     return found
 
 
@@ -58,6 +66,16 @@ def rows(tree: Tree, which: slice | Tensor, device: torch.device | None = None) 
 def to(tree: Tree, device: torch.device | None, copy: bool = False) -> Tree:
     """The tree on a device."""
     return map_tree(lambda leaf: leaf.to(device, copy=copy), tree)
+
+
+def first_nan(tree: Tree, which: Tensor) -> tuple[int, str] | None:
+    """Of the samples at these rows, int64 [b], the first that has a NaN, and the path of the tensor; None if none."""
+    for path, leaf in leaves(tree).items():
+        if leaf.is_floating_point() or leaf.is_complex():
+            has_nan = leaf[which].flatten(1).isnan().any(1) if leaf.dim() > 1 else leaf[which].isnan()
+            if has_nan.any():
+                return int(which[has_nan.to(which.device)][0]), path
+    return None
 
 
 def count(tree: Tree) -> int:

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from torch_parallel import workloads
-from torch_parallel.workloads import Form, ImageForm, TextForm, build_model, load_pretrained
+from torch_parallel.workloads import Dataset, Form, ImageForm, TextForm, build_model, load_pretrained
+from torch_parallel.workloads.load import Choice, of_images
 from torch_parallel.workloads.models.pretrained import folder_of
+from torch_parallel.workloads.tree import rows
 
 IMAGES = ImageForm(3, 8, 8, 10)
 LABELS = TextForm(300, 16, 5, "classification")
@@ -286,3 +288,15 @@ def test_the_file_that_is_asked_for_is_what_the_hub_gives(tmp_path: Path, monkey
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert folder_of("tokenizer.json", "someone/something") == tmp_path
     assert asked == [["tokenizer.json"]]
+
+
+@pytest.mark.parametrize(("channels", "shape"), [(3, (1, 28, 28)), (3, (3, 64, 64)), (1, (1, 8, 8))])
+def test_images_are_made_as_trained_weights_want_them(channels: int, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """32 x 32 pixels; grey images are repeated for three channels."""
+    save(tmp_path / "vit", "vit", ImageForm(channels, 32, 32, 5))
+    images, targets = torch.randint(0, 255, (4, *shape), dtype=torch.uint8), torch.arange(4)
+    dataset = Dataset("mine", images, targets, images, targets, 10, (0.5,) * shape[0], (0.5,) * shape[0], "a test")
+    workload = of_images(dataset, Choice(model="vit", pretrained=str(tmp_path / "vit")))
+    batch = workload.task.prepare(rows(workload.samples.train, slice(0, 4)), torch.float32)
+    assert batch["inputs"].shape == (4, channels, 32, 32) and workload.model_name == "vit_pretrained"
+    assert workload.task.forward(workload.make_model(), batch).logits.shape == (4, 10)

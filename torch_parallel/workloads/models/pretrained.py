@@ -57,6 +57,15 @@ def load_pretrained(name_or_folder: str | Path, form: Form, name: str, dropout: 
     return cast(nn.Module, model.train())
 
 
+def image_form(name_or_folder: str | Path, name: str) -> tuple[int, int]:
+    """Channels and side of the images that trained weights are for. Raises ValueError as `load_pretrained`."""
+    folder = _folder_with((CONFIG,), name_or_folder)
+    _check_type(folder, name, name_or_folder)
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    side = config.get("image_size", 224)
+    return int(config.get("num_channels", 3)), max(_pair(side))
+
+
 def _check_kind(name: str, form: Form) -> None:
     if name not in FAMILIES:
         raise ValueError(f"no trained weights are read for the model {name!r}; choose from {', '.join(FAMILIES)}")
