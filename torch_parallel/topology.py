@@ -61,6 +61,17 @@ class Topology:
             latency_s=parse_seconds(latency),
         )
 
+    @classmethod
+    def at(cls, nodes: Sequence[int], nics: int, bytes_per_s: float, latency_s: float = 0.0) -> Topology:
+        """Of ranks that stand on these nodes, numbered from 0 on; each has so many NICs, all of one rate."""
+        places = [tuple(nodes[:rank]).count(node) for rank, node in enumerate(nodes)]
+        counts = [tuple(nodes).count(node) for node in nodes]
+        nic_of = [
+            node * nics + place * nics // max(count, nics)
+            for node, place, count in zip(nodes, places, counts, strict=True)
+        ]
+        return cls(tuple(nodes), tuple(nic_of), (bytes_per_s,) * (nics * len(set(nodes))), latency_s)
+
     @property
     def world_size(self) -> int:
         return len(self.node_of)

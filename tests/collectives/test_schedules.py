@@ -13,6 +13,7 @@ import pytest
 from torch_parallel.collectives import (
     ALL_REDUCE,
     COLLECTIVES,
+    HIERARCHICAL,
     Collective,
     Local,
     Receive,
@@ -353,8 +354,11 @@ def test_what_each_collective_promises_by_hand() -> None:
     everyone = {0, 1, 2}
     sums, owners = [[everyone, None, None], [None, everyone, None], [None, None, everyone]], [[{0}, {1}, {2}]] * 3
     cut = {"ring": 3, "halving_doubling": 2, "two_shot": 3, "two_shot_in_place": 3}  # chunks of three ranks' buffers
+    # of two nodes, with ranks 0 and 1, and 2: those, or one for each, or what both numbers of ranks divide
+    cut |= {"flat": 3, "hierarchical_leaders": 2, "hierarchical_multi_nic": 2}
+    cut |= {"hierarchical_sharded": 2, "hierarchical_grouped": 2}
     assert promised == {
-        **{name: [[everyone] * cut.get(name, 1)] * 3 for name in ALL_REDUCE},
+        **{name: [[everyone] * cut.get(name, 1)] * 3 for name in (*ALL_REDUCE, *HIERARCHICAL)},
         "ring_reduce_scatter": sums,
         "direct_reduce_scatter": sums,
         "ring_all_gather": owners,

@@ -4,7 +4,7 @@ from a script or notebook, one call: `register(MINE)`."""
 from __future__ import annotations
 
 from torch_parallel.collectives.direct import ALL_TO_ALL, DIRECT_ALL_GATHER, DIRECT_REDUCE_SCATTER
-from torch_parallel.collectives.registry import ALL_REDUCE, COLLECTIVES, RegistryError, register
+from torch_parallel.collectives.registry import ALL_REDUCE, COLLECTIVES, HIERARCHICAL, RegistryError, register
 from torch_parallel.collectives.ring import RING_ALL_GATHER, RING_ALL_REDUCE, RING_REDUCE_SCATTER
 from torch_parallel.collectives.rooted import broadcast_from, gather_to, reduce_to, scatter_from
 from torch_parallel.collectives.schedule import Collective, Local, Operation, Receive, Round, Send
@@ -15,6 +15,7 @@ __all__ = [
     "COLLECTIVES",
     "DIRECT_ALL_GATHER",
     "DIRECT_REDUCE_SCATTER",
+    "HIERARCHICAL",
     "RING_ALL_GATHER",
     "RING_ALL_REDUCE",
     "RING_REDUCE_SCATTER",

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch_parallel.collectives.schedule import Collective, Local, Receive, Round, Send, chunk_bounds
 
@@ -56,6 +57,25 @@ def predicted_s(
         return end_s
     moving = clocks.moved_s / end_s  # ranks that move at the same time, on average
     return end_s * (1 + rates.contention * max(0.0, moving - 1))
+
+
+def predicted_on_nodes_s(collective: Collective, topology: Links, nbytes: int) -> float:
+    """Seconds until the last rank is done, where only what crosses network cards takes time: within a node nothing
+    does. Cards serve as emulated ones do: see `transport/links.py`. Raises ValueError as `predicted_s` does."""
+    return _ClocksOfNodes(collective, topology, nbytes).run()
+
+
+class Links(Protocol):
+    """What `topology.Topology` is here, which collectives do not import."""
+
+    @property
+    def node_of(self) -> tuple[int, ...]: ...
+    @property
+    def nic_of(self) -> tuple[int, ...]: ...
+    @property
+    def bytes_per_s(self) -> tuple[float, ...]: ...
+    @property
+    def latency_s(self) -> float: ...
 
 
 class _Clocks:
@@ -138,3 +158,35 @@ class _Clocks:
             return 0
         first = chunks.start // self.chunk_count * self.chunk_count
         return self.bounds[chunks.stop - first] - self.bounds[chunks.start - first]
+
+
+class _ClocksOfNodes(_Clocks):
+    """A message between nodes takes its place in the queues of both cards, when its receiver comes to it."""
+
+    def __init__(self, collective: Collective, topology: Links, nbytes: int) -> None:
+        super().__init__(collective, len(topology.node_of), nbytes, Rates(0.0, 0.0), None)
+        self.topology = topology
+        self.free_nics_s = [[0.0, 0.0] for _ in topology.bytes_per_s]  # of each card: sending, receiving
+
+    def _next_start(self, rank: int) -> tuple[float, int, int] | None:
+        step = self.steps[rank][0] if self.steps[rank] else None
+        if not isinstance(step, Receive) or not self.signals[step.source, rank]:
+            return None
+        signalled_s, number = self.signals[step.source, rank][0]
+        return max(self.now_s[rank], signalled_s), number, rank
+
+    def _receive(self, rank: int, start_s: float) -> None:
+        step = self.steps[rank][0]
+        assert isinstance(step, Receive)
+        super()._receive(rank, start_s)
+        topology = self.topology
+        if topology.node_of[step.source] == topology.node_of[rank]:
+            return
+        nbytes, sender, receiver = self._bytes(step.chunks), topology.nic_of[step.source], topology.nic_of[rank]
+        leaves_s = max(start_s, self.free_nics_s[sender][0])
+        enters_s = max(leaves_s, self.free_nics_s[receiver][1])
+        left_s = leaves_s + nbytes / topology.bytes_per_s[sender]
+        entered_s = enters_s + nbytes / topology.bytes_per_s[receiver]
+        if nbytes:
+            self.free_nics_s[sender][0], self.free_nics_s[receiver][1] = left_s, entered_s
+        self.now_s[rank] = max(left_s, entered_s) + topology.latency_s

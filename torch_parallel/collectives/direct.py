@@ -47,6 +47,7 @@ from torch_parallel.collectives.schedule import (
     WHOLE,
     Collective,
     Local,
+    Nodes,
     Receive,
     Round,
     Rounds,
@@ -196,7 +197,13 @@ TWO_SHOT_ALL_REDUCE = Collective(
     ),
 )
 
-TWO_SHOT_IN_PLACE = Collective(
+
+def _with_memory_in_common(nodes: Nodes) -> Collective:
+    """In place on one node; several have no memory in common, and there the two shots go each to its own."""
+    return TWO_SHOT_IN_PLACE if len(set(nodes)) == 1 else TWO_SHOT_ALL_REDUCE
+
+
+TWO_SHOT_IN_PLACE: Collective = Collective(
     name="two_shot_in_place",
     rounds=two_shot_in_place,
     chunk_count=lambda world_size: world_size,
@@ -207,6 +214,7 @@ TWO_SHOT_IN_PLACE = Collective(
     region_count=_two_regions,
     result_region=1,
     common_result=True,
+    on_nodes=_with_memory_in_common,
 )
 
 ONE_SHOT_ALL_REDUCE = Collective(

@@ -24,6 +24,7 @@ from torch_parallel.collectives.direct import (
     TWO_SHOT_IN_PLACE,
 )
 from torch_parallel.collectives.halving_doubling import HALVING_DOUBLING_ALL_REDUCE
+from torch_parallel.collectives.hierarchical import FLAT, GROUPED, LEADERS, MULTI_NIC, SHARDED
 from torch_parallel.collectives.proof import examine
 from torch_parallel.collectives.ring import RING_ALL_GATHER, RING_ALL_REDUCE, RING_REDUCE_SCATTER
 from torch_parallel.collectives.rooted import (
@@ -54,8 +55,12 @@ ALL_REDUCE = _by_name(
     ALL_GATHER_AVERAGE,
 )
 
+HIERARCHICAL = _by_name(FLAT, LEADERS, MULTI_NIC, GROUPED, SHARDED)
+"""All-reduces that depend on which ranks stand on one node: see `Collective.placed`."""
+
 COLLECTIVES = {
     **ALL_REDUCE,
+    **HIERARCHICAL,
     **_by_name(
         RING_REDUCE_SCATTER,
         RING_ALL_GATHER,

@@ -28,14 +28,18 @@ Rules that every schedule keeps, and that `proof.py` checks:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 WHOLE = range(0, 1)
 """The buffer where it is not cut, as one chunk."""
 
 NOTHING = range(0)
 """A message without chunks is only a signal."""
+
+Nodes = tuple[int, ...]
+"""The node on which each rank stands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +133,10 @@ def in_one_region(rank: int, world_size: int) -> int:
     return 1
 
 
+def one_group(world_size: int) -> int:
+    return 1
+
+
 def of_the_same_index(rank: int, world_size: int, chunk: int) -> int:
     return chunk
 
@@ -150,6 +158,9 @@ class Collective:
     common_result                             whether the result's region is one memory for all ranks
     source_chunk(rank, world_size, chunk)     which of the contributors' chunks this chunk of the result is made of
     equal_chunks                              whether all chunks must have one size: chunks move to other places
+    group_count(world_size)                   into how many groups the chunks fall, equally many in each: the buffer may
+                                              say their sizes, and each is then cut into its chunks by itself
+    on_nodes(nodes)                           the same where ranks stand on these nodes; None where that does not matter
     wrong_on_purpose                          performed even if the proof finds faults: for tests that notice them
     """
 
@@ -165,7 +176,28 @@ class Collective:
     common_result: bool = False
     source_chunk: Callable[[int, int, int], int] = of_the_same_index
     equal_chunks: bool = False
+    group_count: Callable[[int], int] = one_group
+    on_nodes: Callable[[Nodes], Collective] | None = None
     wrong_on_purpose: bool = False
+
+    def placed(self, nodes: Nodes) -> Collective:
+        """The collective for ranks on these nodes."""
+        return self if self.on_nodes is None else self.on_nodes(nodes)
+
+    def bounds(self, numel: int, world_size: int, groups: Sequence[int] = ()) -> list[int]:
+        """Where the chunks of a region of `numel` elements begin, and the last one ends: see `chunk_bounds`.
+
+        `groups` are the bounds of the groups, where the buffer says them. Raises ValueError for another number.
+        """
+        chunk_count, group_count = self.chunk_count(world_size), self.group_count(world_size)
+        if group_count == 1 or not groups:
+            return chunk_bounds(numel, chunk_count)
+        if len(groups) != group_count + 1:
+            raise ValueError(f"{self.name} has {group_count} groups here, and the buffer {len(groups) - 1}")
+        cuts = [0]
+        for start, stop in pairwise(groups):
+            cuts += [start + cut for cut in chunk_bounds(stop - start, chunk_count // group_count)[1:]]
+        return cuts
 
     def result_chunks(self, world_size: int) -> range:
         """The chunks in which every rank's result lies."""
