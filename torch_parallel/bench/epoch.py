@@ -114,6 +114,8 @@ def bench_epoch(arguments: list[str]) -> None:
     workload, line = load_workload(config.choice)
     folder = RunFolder(options.results_dir, f"bench_epoch_{options.model}_n{n}")
     print(f"{line}; {options.model}, {n} worker{'s' if n > 1 else ''} on {device}, global batch {options.batch_size}")
+    samples = workload.samples
+    config = config.resolved(samples.known_as, samples.train_size, samples.test_size)
     job, shared = make_job(config, workload.task, workload.samples, workload.make_model)
     entries = {"model": options.model, "data": line, "batch_size": options.batch_size, "device": device}
     with recorded(folder, n=n, **entries), tempfile.TemporaryDirectory() as temporary:

@@ -6,87 +6,22 @@ process alone on a worker's share of them, which is what scaling is measured aga
 
 from __future__ import annotations
 
-import itertools
 import math
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
+from torch_parallel.bench.setting import Setting
 from torch_parallel.communicator import Communicator
-from torch_parallel.gradients.layout import NamedParameters
 from torch_parallel.strategies import FROM_SCRATCH
 from torch_parallel.strategies.builtin import at_its_best
-from torch_parallel.strategies.shares import shard
-from torch_parallel.training.compiling import compile_layers
-from torch_parallel.training.optimizers import DEFAULT_LR, make_optimizer
-from torch_parallel.workloads import build_model
+from torch_parallel.workloads.tree import count
 
-FEATURES, CLASSES = 784, 10
-IMAGES = {"cnn": (1, 28, 28), "mobilenet_v2": (3, 224, 224), "torchvision_vit": (3, 224, 224)}
-"""Channels, height and width of what models other than "mlp" are fed with."""
 DDP, ALONE = "ddp", "one process"
 OVERLAPPING = ", overlapping"
 """Behind the name of a strategy that exchanges during backward."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What both sides train."""
-
-    parameters: int  # of "mlp"
-    batch_size: int  # of all workers together
-    optimizer: str
-    model: str = "mlp"
-    image_side: int | None = None  # pixels, instead of those of IMAGES
-    precision: str = "full"
-    compile: bool = False
-    bucket_mb: float = 25.0
-    ddp_bucket_mb: float = 25.0  # torch's own default
-
-    def make_model(self, device: torch.device | None = None) -> nn.Module:
-        torch.manual_seed(0)
-        model = self._mlp() if self.model == "mlp" else build_model(self.model, self.image_shape, CLASSES)
-        model.to(device)
-        if self.compile:
-            compile_layers(model)
-        return model
-
-    def _mlp(self) -> nn.Module:
-        """A multi-layer perceptron of about that many parameters, three quarters of them in its two square layers."""
-        # 2 h^2 + (FEATURES + CLASSES + 3) h parameters
-        linear = FEATURES + CLASSES + 3
-        width = max(1, round((math.sqrt(linear**2 + 8 * self.parameters) - linear) / 4))
-        sizes = (FEATURES, width, width, width, CLASSES)
-        layers = [nn.Linear(inputs, outputs) for inputs, outputs in itertools.pairwise(sizes)]
-        return nn.Sequential(*(part for layer in layers[:-1] for part in (layer, nn.ReLU())), layers[-1])
-
-    @property
-    def bucket_bytes(self) -> int:
-        return int(self.bucket_mb * 2**20)
-
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        channels, height, width = IMAGES[self.model]
-        return channels, self.image_side or height, self.image_side or width
-
-    def make_optimizer(self, parameters: NamedParameters) -> torch.optim.Optimizer:
-        return make_optimizer(parameters, self.optimizer, DEFAULT_LR[self.optimizer], momentum=0.9, weight_decay=0.0)
-
-    def samples(self, communicator: Communicator) -> tuple[Tensor, Tensor]:
-        """This worker's of the batch that every step takes, where it trains; none on a server."""
-        generator = torch.Generator().manual_seed(1)
-        shape = (FEATURES,) if self.model == "mlp" else self.image_shape
-        inputs = torch.randn(self.batch_size, *shape, generator=generator)
-        targets = torch.randint(0, CLASSES, (self.batch_size,), generator=generator)
-        mine = shard(self.batch_size, communicator.worker_index, communicator.worker_count)
-        return inputs[mine].to(communicator.device), targets[mine].to(communicator.device)
-
-    def autocast(self, device: torch.device) -> AbstractContextManager[None]:
-        return torch.autocast(device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
 
 
 class OurSide:
@@ -95,7 +30,8 @@ class OurSide:
     def __init__(self, communicator: Communicator, setting: Setting, name: str) -> None:
         self.device, self.setting = communicator.device, setting
         self.model = setting.make_model(self.device)
-        self.inputs, self.targets = setting.samples(communicator)
+        self.task, self.batch, self.target_count = setting.batch(communicator)
+        self.sample_count = count(self.batch)
         plain_name = name.removesuffix(OVERLAPPING)
         self.strategy = FROM_SCRATCH[plain_name](
             self.model,
@@ -107,11 +43,11 @@ class OurSide:
 
     def step(self) -> None:
         self.strategy.begin_step()
-        if len(self.targets):
+        if self.sample_count:
             with self.strategy.synchronising(last=True):
                 with self.setting.autocast(self.device):
-                    loss = cross_entropy(self.model(self.inputs), self.targets, reduction="sum")
-                (loss / self.setting.batch_size).backward()
+                    loss = self.task.loss_sum(self.task.forward(self.model, self.batch), self.batch)
+                (loss / self.target_count).backward()
         self.strategy.step()
 
 
@@ -122,8 +58,8 @@ class PlainSide:
         self.device, self.setting, self.idle = communicator.device, setting, self.idles(communicator)
         if self.idle:
             return
-        self.inputs, self.targets = setting.samples(communicator)
-        self.factor = communicator.worker_count / setting.batch_size  # of the mean over the workers
+        self.task, self.batch, target_count = setting.batch(communicator)
+        self.factor = communicator.worker_count / target_count  # of the mean over the workers
         self.model = setting.make_model(self.device)
         self.module = self.wrapped()
         self.optimizer = setting.make_optimizer(list(self.model.named_parameters()))
@@ -140,7 +76,7 @@ class PlainSide:
             return
         self.optimizer.zero_grad()
         with self.setting.autocast(self.device):
-            loss = cross_entropy(self.module(self.inputs), self.targets, reduction="sum") * self.factor
+            loss = self.task.loss_sum(self.task.forward(self.module, self.batch), self.batch) * self.factor
         loss.backward()
         self.optimizer.step()
 
@@ -156,19 +92,25 @@ class DdpSide(PlainSide):
         return at_its_best(self.model, device_ids=device_ids, bucket_cap_mb=self.setting.ddp_bucket_mb)
 
 
-def make_side(communicator: Communicator, setting: Setting, name: str) -> OurSide | DdpSide:
+def make_side(communicator: Communicator, setting: Setting, name: str) -> OurSide | PlainSide:
+    """By its name; the process group must be there for DDP."""
+    if name == ALONE:
+        return PlainSide(communicator, setting)
     return DdpSide(communicator, setting) if name == DDP else OurSide(communicator, setting, name)
 
 
 def difference_of(some: nn.Module, others: nn.Module) -> float:
-    """How far apart the parameters of two models are, as a part of their norm.
+    """How far apart the parameters of two models are, as a part of their norm."""
+    return difference_between(list(some.parameters()), list(others.parameters()))
+
+
+def difference_between(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """The same of tensors, on any devices.
 
     Of all together: a tensor of its own may be so small that rounding is a large part of it.
     """
     with torch.no_grad():
-        pairs = [
-            (one.double(), other.double()) for one, other in zip(some.parameters(), others.parameters(), strict=True)
-        ]
+        pairs = [(one.double(), other.to(one).double()) for one, other in zip(some, others, strict=True)]
         apart = sum(float((one - other).square().sum()) for one, other in pairs)
         return math.sqrt(apart / (sum(float(other.square().sum()) for _, other in pairs) or 1.0))
 
