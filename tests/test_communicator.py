@@ -305,3 +305,17 @@ def count_descriptors(communicator: Communicator) -> list[int]:
 def test_descriptors_stay_flat_in_a_worker(pipes: bool) -> None:
     for counts in launch(count_descriptors, 2, signal_pipes=pipes, threads=1, deadline_s=20.0):
         assert counts[0] == counts[2] == counts[-1] == max(counts)
+
+
+def test_one_thread_at_a_time_calls() -> None:
+    def work(communicator: Communicator) -> list[str]:
+        said = []
+        for call in (lambda: communicator.all_reduce(torch.ones(3)), communicator.barrier):
+            with communicator._by_one_thread(), pytest.raises(TransportError) as raised:
+                call()
+            said.append(str(raised.value))
+        return said
+
+    for rank, said in enumerate(launch(work, 2, deadline_s=30.0)):
+        expected = f"rank {rank}: two threads are in calls of one communicator; let them take turns, by a lock"
+        assert said == [expected, expected]

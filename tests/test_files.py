@@ -35,7 +35,12 @@ def without_encoding(source: str) -> Iterator[int]:
         opens_text = name in ("open", "fdopen") and not any(
             set(word) <= set("rwaxb+") and "b" in word for word in words
         )
-        of_os = isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") in ("os", "tarfile", "gzip")
+        of_os = isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") in (
+            "os",
+            "tarfile",
+            "gzip",
+            "Image",
+        )
         if (opens_text and not (of_os and name == "open")) or name in ("read_text", "write_text"):
             if "encoding" not in said:
                 yield node.lineno

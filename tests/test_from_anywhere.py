@@ -9,11 +9,12 @@ import sys
 import tomllib
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from torch_parallel.collectives.choice import TABLE
+
+nbformat = pytest.importorskip("nbformat", reason="the package's extra `notebooks` is not installed")
+NotebookClient = pytest.importorskip("nbclient").NotebookClient
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "torch_parallel"

@@ -424,14 +424,14 @@ def test_a_start_that_takes_longer_than_the_deadline_is_no_silence(monkeypatch: 
 
 def interrupt_during(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     """Ctrl-C arrives when the run's cleaning up gets to `step`."""
-    real = getattr(launcher._Run, step)
+    real = getattr(launcher.Run, step)
 
     def interrupted(self: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.05)
         real(self)
 
-    monkeypatch.setattr(launcher._Run, step, interrupted)
+    monkeypatch.setattr(launcher.Run, step, interrupted)
 
 
 def test_ctrl_c_while_a_good_run_is_cleaned_up_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

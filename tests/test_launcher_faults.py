@@ -124,8 +124,17 @@ def fail_in(way: str) -> Callable[[Communicator], Any]:
         ("no text", "rank 1 failed: NoText, of which str() fails"),
         ("no pickle", "rank 1 failed: NoPickle: but a text"),
         ("sys.exit", "rank 1 failed: SystemExit: that was all"),
-        ("result cannot be sent", "rank 1 failed: TypeError: cannot pickle '_thread.lock' object"),
-        ("message cannot be sent", "rank 1 failed: TypeError: cannot pickle '_thread.lock' object"),
+        (
+            "result cannot be sent",
+            "rank 1 failed: CannotBeSent: the result of the worker function, of type lock, cannot be sent to the "
+            "launcher (TypeError: cannot pickle '_thread.lock' object): return tensors, numbers and texts, and "
+            "containers of them",
+        ),
+        (
+            "message cannot be sent",
+            "rank 1 failed: CannotBeSent: the message, of type lock, cannot be sent to the launcher (TypeError: cannot "
+            "pickle '_thread.lock' object): report tensors, numbers and texts, and containers of them",
+        ),
         (
             "message cannot be read",
             "what rank 1 sent cannot be read: ValueError: invalid literal for int() with base 10: 'not a number'",

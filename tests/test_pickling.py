@@ -352,3 +352,15 @@ def test_a_model_of_torch_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
     finally:
         for name in ("nets", "nets.small"):
             sys.modules.pop(name, None)
+
+
+def test_the_package_itself_is_found_wherever_its_folder_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own folder taken off the search path: the fork server has it all the same."""
+    root = str(Path(pickling.__file__).parents[1])
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if Path(entry or ".").resolve() != Path(root)])
+    assert pickling.found_by_name("torch_parallel.communicator", {})
+
+    def work(communicator: Communicator) -> int:
+        return communicator.world_size
+
+    assert launch(work, 2, deadline_s=30.0) == [2, 2]

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_parallel import RunConfig, launch, train
+from torch_parallel import launch
 from torch_parallel.communicator import Communicator
 from torch_parallel.strategies import FROM_SCRATCH
-from torch_parallel.training.config import ConfigError
 
 ROOT = Path(__file__).parent.parent
 
@@ -54,30 +53,6 @@ def test_two_runs_at_once_and_three_in_a_row(tmp_path: Path) -> None:
     assert [process.returncode for process in together] == [0, 0]
     assert [subprocess.run(command, capture_output=True, timeout=100).returncode for _ in range(3)] == [0, 0, 0]
     assert len(list(tmp_path.iterdir())) == 5  # nobody wrote into another's folder
-
-
-@pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"])
-def test_under_another_launcher_nothing_is_started(
-    variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Each of torchrun's processes would start workers of its own."""
-    monkeypatch.setenv(variable, "0")
-    with pytest.raises(ConfigError, match=f"{variable} is set, as torchrun does.*plain python"):
-        train(RunConfig(dataset="digits", results_dir=str(tmp_path / "results")), verbose=False)
-    assert not (tmp_path / "results").exists()
-
-
-def test_torchrun_is_refused_in_one_line_a_process(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*torchrun, str(ROOT / "train.py"), "--n_gpus", "2", "--results_dir", str(tmp_path / "results")],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode != 0
-    assert done.stderr.count("train.py: error: TORCHELASTIC_RUN_ID is set") >= 1
-    assert not (tmp_path / "results").exists()
 
 
 def test_windows_is_refused_with_the_remedy() -> None:

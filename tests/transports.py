@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -9,15 +10,25 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from torch_parallel import join
+from torch_parallel.communicator import Communicator
 from torch_parallel.launcher import launch
 from torch_parallel.status import RAISED, RETURNED
 from torch_parallel.transport.local import LocalGroup
 
-TRANSPORTS = ("threads", "sequence numbers", "pipes")
+OVER_NODES = ("process groups", "two nodes")
+"""Every rank a node of its own, so that all goes by process groups; and two nodes, so that some goes by memory."""
+TRANSPORTS = ("threads", "sequence numbers", "pipes", *OVER_NODES)
 GPU_MARKS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU")]
 GPU_TRANSPORTS = ("gpu plain", "gpu triton")
 
+MEMORIES = tuple(kind for kind in TRANSPORTS if kind not in OVER_NODES)
+every_memory = pytest.mark.parametrize("kind", MEMORIES)
+every_memory_and_gpus = pytest.mark.parametrize(
+    "kind", [*MEMORIES, *(pytest.param(kind, marks=GPU_MARKS) for kind in GPU_TRANSPORTS)]
+)
 every_transport = pytest.mark.parametrize("kind", TRANSPORTS)
 every_transport_and_gpus = pytest.mark.parametrize(
     "kind", [*TRANSPORTS, *(pytest.param(kind, marks=GPU_MARKS) for kind in GPU_TRANSPORTS)]
@@ -57,6 +68,19 @@ def on_all_ranks(
             device="cuda",
             performer=kind.split()[1],
         )
+    if kind in OVER_NODES:
+        with tempfile.TemporaryDirectory() as folder:
+            return launch(
+                _in_a_node,
+                world_size,
+                f"{folder}/store",
+                kind,
+                function,
+                arguments,
+                deadline_s,
+                threads=1,
+                deadline_s=deadline_s + 20,
+            )
     if kind != "threads":
         return launch(
             lambda communicator: function(communicator.transport, *arguments),
@@ -82,6 +106,33 @@ def on_all_ranks(
     if errors:
         raise errors[0]
     return [results[rank] for rank in range(world_size)]
+
+
+def _in_a_node(
+    communicator: Communicator,
+    path: str,
+    kind: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    deadline_s: float,
+) -> Any:
+    rank, world_size = communicator.rank, communicator.world_size
+    node = str(rank if kind == "process groups" else 2 * rank // world_size)
+    joined = join(FileStore(path, world_size), rank, world_size, node=node, deadline_s=20.0)
+    transport = joined.transport
+    for signals in (transport._signals, getattr(transport._signals, "near", transport._signals)):
+        signals._deadline_s = deadline_s
+    try:
+        transport.waited_s[:] = [0.0] * world_size
+        result = function(transport, *arguments)
+        transport.leave()
+        joined.status.is_over(RETURNED)
+        transport.close()
+        communicator.barrier()  # the messenger of a node ends with the process of its lowest rank
+        return result
+    except BaseException:
+        joined.status.is_over(RAISED)
+        raise
 
 
 def in_threads(body: Callable[[int], None], world_size: int, limit_s: float) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch_parallel.communicator import Communicator as Communicator
+    from torch_parallel.joined import join as join
     from torch_parallel.launcher import NotPicklable as NotPicklable
     from torch_parallel.launcher import WorkerFailure as WorkerFailure
     from torch_parallel.launcher import launch as launch
@@ -37,6 +38,7 @@ _HOMES = {
     "Samples": "workloads.samples",
     "Task": "workloads.task",
     "TrainingRun": "training.run",
+    "join": "joined",
     "launch": "launcher",
     "train": "training.run",
 }

@@ -14,6 +14,7 @@ COMMANDS = {
     "collectives": "lists the collective algorithms, or draws one round by round",
     "experiment": "grids of training runs, compared",
     "faults": "breaks training runs on purpose and checks how they end",
+    "lab": "runs a program on several machines that are made of this one, with network cards of a set rate",
     "plots": "draws the figures of media/ from results/",
 }
 
@@ -32,5 +33,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    start_command()  # before torch is imported here
+    if sys.argv[1:2] != ["lab"]:  # which starts the processes itself
+        start_command()  # before torch is imported here
     run_command("torch_parallel", main)

@@ -6,6 +6,7 @@ or SIGHUP.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from typing import NoReturn
 
 from torch_parallel import fork_server
 from torch_parallel.files import OutputError, prepare_streams
+from torch_parallel.place import RendezvousError, place_of
 
 
 def start_command() -> None:
@@ -25,7 +27,9 @@ def start_command() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted_early)
     prepare_streams()
-    fork_server.start()
+    with contextlib.suppress(RendezvousError):  # which is told later
+        if place_of() is None:  # else the processes are there
+            fork_server.start()
 
 
 def run_command(name: str, command: Callable[[], None]) -> NoReturn:
@@ -49,11 +53,13 @@ def run_command(name: str, command: Callable[[], None]) -> NoReturn:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         command()
-    except (ConfigError, DataError, DeviceError, ResultsError, CheckpointError, PreflightError) as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
+    except (
+        *(ConfigError, DataError, DeviceError, ResultsError, CheckpointError, PreflightError, RendezvousError),
+    ) as error:
+        _tell(f"{name}: error: {error}", error)
         sys.exit(2)
     except WorkerFailure as failure:
-        print(f"{name}: {failure}", file=sys.stderr)
+        _tell(f"{name}: {failure}", failure)
         sys.exit(1)
     except MemoryError as error:
         print(f"{name}: out of memory: {error}", file=sys.stderr)
@@ -67,6 +73,12 @@ def run_command(name: str, command: Callable[[], None]) -> NoReturn:
         print(f"{name}: interrupted", file=sys.stderr)
         sys.exit(130)
     sys.exit(0)
+
+
+def _tell(line: str, error: Exception) -> None:
+    """Unless rank 0 tells it, of processes that others have started."""
+    if not getattr(error, "is_told", False):
+        print(line, file=sys.stderr)
 
 
 def _interrupted_early(number: int, frame: FrameType | None) -> NoReturn:

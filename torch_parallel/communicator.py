@@ -10,6 +10,7 @@ Calls that are alike in all of that, but mean different things, only a `name` te
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,11 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torch_parallel import pickling
 from torch_parallel.collectives import (
     ALL_REDUCE,
     COLLECTIVES,
+    HIERARCHICAL,
     Collective,
     broadcast_from,
     gather_to,
@@ -29,9 +32,10 @@ from torch_parallel.collectives import (
     scatter_from,
 )
 from torch_parallel.collectives.registry import is_all_reduce
+from torch_parallel.collectives.schedule import Nodes
 from torch_parallel.mailbox import Outbox
 from torch_parallel.status import StatusReporter
-from torch_parallel.transport.base import Transport
+from torch_parallel.transport.base import Transport, TransportError
 from torch_parallel.transport.buffer import SharedBuffer
 
 _REMEMBERED_SIZES = 64
@@ -54,9 +58,22 @@ class Communicator:
     """Of host memory, where `transport` is one of GPUs; None where `transport` itself serves."""
     deadline_s: float = 300.0
     """How long a wait may take."""
+    nodes: Nodes = ()
+    """The node on which each rank stands; empty where all stand on one."""
+    store: Store | None = None
+    """At which the processes have met, where others have started them."""
+    nics: tuple[str, ...] = ()
+    """The network cards by which nodes exchange, where they are named."""
+    _in_call: threading.Lock = field(default_factory=threading.Lock)
     _scratch: dict[tuple[str, torch.dtype], SharedBuffer] = field(default_factory=dict)
     _narrowed: dict[tuple[str, torch.dtype, int], SharedBuffer] = field(default_factory=dict)
     _last_stream: torch.cuda.Stream | None = None
+
+    def placed(self, collective: Collective) -> Collective:
+        """The collective for ranks that stand where these do."""
+        if collective.on_nodes is None:
+            return collective
+        return collective.placed(self.nodes or (0,) * self.world_size)
 
     @property
     def through_host(self) -> Transport:
@@ -92,16 +109,18 @@ class Communicator:
     def all_reduce(self, tensor: Tensor, algorithm: str | Collective = "ring", *, name: str | None = None) -> Tensor:
         """Replaces `tensor`, of any shape and device, by its sum over all ranks, the same bits on each; returns it.
 
-        `algorithm` is the name of one of `collectives.ALL_REDUCE`, or a collective of your own. All ranks call it with
+        `algorithm` is the name of one of `collectives.ALL_REDUCE`, of one of `collectives.HIERARCHICAL`, which goes by
+        the nodes on which the ranks stand, or a collective of your own. All ranks call it with
         tensors of one size and dtype and, as all collectives here, with the same `name`: what this call is, compared
         over the ranks. Raises ValueError for an unknown algorithm and for a collective that is no all-reduce,
         ProofError for a wrong one, TransportError where the ranks' calls or tensors differ or a peer does not come.
         Where the same tensor is reduced again and again, a buffer from `share` saves the two copies.
         """
         if not isinstance(algorithm, Collective):
-            if algorithm not in ALL_REDUCE:
-                raise ValueError(f"unknown algorithm {algorithm!r}: choose from {', '.join(ALL_REDUCE)}")
-            algorithm = ALL_REDUCE[algorithm]
+            if algorithm not in ALL_REDUCE | HIERARCHICAL:
+                known = ", ".join((*ALL_REDUCE, *HIERARCHICAL))
+                raise ValueError(f"unknown algorithm {algorithm!r}: choose from {known}")
+            algorithm = self.placed(COLLECTIVES[algorithm])
         elif not is_all_reduce(algorithm, self.world_size):
             raise ValueError(f"{algorithm.name} is no all-reduce: it does not promise the sum of all to every rank")
         return self._perform(algorithm, tensor, "all_reduce", name)
@@ -156,7 +175,8 @@ class Communicator:
 
     def barrier(self, *, name: str | None = None) -> None:
         """Returns once every rank has called it."""
-        self.transport.agree("meet at a barrier" + _named(name))
+        with self._by_one_thread():
+            self.transport.agree("meet at a barrier" + _named(name))
 
     def share(self, numel: int, dtype: torch.dtype = torch.float32) -> SharedBuffer:
         """A new buffer [numel] of every rank that peers can read, on `device` where GPUs reach each other's memory.
@@ -188,12 +208,19 @@ class Communicator:
         """Adds every rank's piece to what `root` has received, of which so many bytes were `left` before."""
         host = self._transport_for("cpu")
         buffer = self._buffer("cpu", min(max(left), GATHER_BYTES), torch.uint8)
-        if piece:
-            buffer.local[: len(piece)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
-        host.agree("read the objects gathered", numbered=False)
+        purpose = "the objects gathered"
         if self.rank == root:
-            for part, size, so_far in zip(buffer.parts, left, received, strict=True):
-                so_far += part[: max(0, size)].numpy().tobytes()
+            received[root] += piece
+            for source, size in enumerate(left):
+                if source != root and size > 0:
+                    part = buffer.narrow(min(size, GATHER_BYTES))
+                    host.hear(source, purpose)
+                    host.read(part, source, add=False, purpose=purpose)
+                    received[source] += part.local.numpy().tobytes()
+        elif piece:
+            part = buffer.narrow(len(piece))
+            part.local.copy_(torch.frombuffer(bytearray(piece), dtype=torch.uint8))
+            host.tell(root, pushed=[part])
         if max(left) > GATHER_BYTES:
             host.agree("write the next piece of the objects gathered", numbered=False)
 
@@ -249,6 +276,21 @@ class Communicator:
     def _perform(self, collective: Collective, tensor: Tensor, verb: str, name: str | None) -> Tensor:
         if self.world_size == 1:
             return tensor
+        with self._by_one_thread():
+            return self._performed(collective, tensor, verb, name)
+
+    @contextmanager
+    def _by_one_thread(self) -> Iterator[None]:
+        """Raises TransportError where another thread is in a call: peers could not tell which of the two is meant."""
+        if not self._in_call.acquire(blocking=False):
+            text = f"rank {self.rank}: two threads are in calls of one communicator; let them take turns, by a lock"
+            raise TransportError(text, secondhand=False)
+        try:
+            yield
+        finally:
+            self._in_call.release()
+
+    def _performed(self, collective: Collective, tensor: Tensor, verb: str, name: str | None) -> Tensor:
         dtype, kind = tensor.dtype, tensor.device.type
         transport = self._transport_for(kind)
         if transport.enqueues:

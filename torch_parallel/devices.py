@@ -158,12 +158,14 @@ class DeviceError(ValueError):
     """More GPUs are asked for than there are. One line with both numbers."""
 
 
-def choose_processes(n: int | None, device: str, server_count: int = 0) -> tuple[int, str, str | None]:
+def choose_processes(
+    n: int | None, device: str, server_count: int = 0, share: bool = False
+) -> tuple[int, str, str | None]:
     """How many processes, on which kind of device, and a line to say where that was not the user's own choice.
 
     `n` None means all GPUs and at least two processes; on the CPU two workers and the servers. `device` is auto, cpu or
     cuda; auto takes the GPUs where there are any, and for `n` None where there are at least two. Workers have a GPU
-    each; a server, which only serves, may share one. Raises DeviceError.
+    each; a server, which only serves, may share one, and with `share` all may. Raises DeviceError.
     """
     gpu_count = 0
     if device != "cpu":
@@ -176,6 +178,9 @@ def choose_processes(n: int | None, device: str, server_count: int = 0) -> tuple
         return count, "cpu", None if chosen else _cpu_line(device, count, gpu_count)
     count = n if n is not None else max(gpu_count, 2)
     most = gpu_count + server_count if gpu_count else 0
+    if count > most and share and gpu_count:
+        gpus = f"{gpu_count} GPU{'s' if gpu_count > 1 else ''}"
+        return count, "cuda", f"{count - server_count} workers share {gpus}: times say nothing of a GPU for each"
     if count > most:
         shared = ", of which the server shares a GPU" if server_count else ""
         raise DeviceError(

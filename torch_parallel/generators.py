@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import random
@@ -27,10 +26,12 @@ def seeds_of_launch(seed: int | None) -> tuple[int, ...]:
 
 def seed_all(seeds: tuple[int, ...], rank: int) -> None:
     """Seeds the generators of Python, NumPy and torch, those of GPUs when they come to be used."""
-    digest = hashlib.sha256(repr((*seeds, rank)).encode()).digest()
-    random.seed(digest)
-    numpy.random.seed(int.from_bytes(digest[:4], "little"))  # by an array it takes a millisecond
-    number = int.from_bytes(digest[:8], "little", signed=True)
+    draws = random.Random(repr((*seeds, rank)))
+    random.seed(draws.getrandbits(64))
+    numpy.random.seed(draws.getrandbits(32))  # by an array it takes a millisecond
+    number = draws.getrandbits(63)
     torch.default_generator.manual_seed(number)
-    if sys.platform != "linux" or any(map(os.path.exists, _GPU_FILES)):
-        torch.manual_seed(number)  # of all devices: takes milliseconds to note where it was called, for errors
+    if sys.platform != "linux":
+        torch.manual_seed(number)  # of all kinds of devices; each takes a millisecond to note where it was called
+    elif any(map(os.path.exists, _GPU_FILES)):
+        torch.cuda.manual_seed_all(number)

@@ -91,6 +91,7 @@ def make_plan(
 
 def run_trial(plan: Plan) -> None:
     """The launcher of a trial: a training run like any other, but for the worker function."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands are born ignoring it
     signal.signal(signal.SIGUSR1, _raise)
     signal.signal(signal.SIGUSR2, lambda number, frame: os._exit(0))
     if plan.without == "deadline":

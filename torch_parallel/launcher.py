@@ -110,11 +110,11 @@ def launch(
         raise ValueError(f"links of {links.world_size} ranks for n = {n}: make the topology for {n}")
     if not 0 < deadline_s <= LONGEST_DEADLINE_S:
         raise ValueError(f"deadline_s = {deadline_s}: {A_DEADLINE}")
-    call, collectives = _pickled(worker_function, arguments), pickling.dumps(registered())
+    call, collectives = pickled(worker_function, arguments), pickling.dumps(registered())
     surroundings, seeds = Surroundings.here(), seeds_of_launch(seed)
 
     def run_once() -> list[Any]:
-        run = _Run(n, deadline_s, on_message, on_tick, Wiring.create(n, signal_pipes, links))
+        run = Run(n, deadline_s, on_message, on_tick, Wiring.create(n, signal_pipes, links))
         try:
             run.start(
                 call,
@@ -141,7 +141,7 @@ def launch(
         return run_once()
 
 
-def _pickled(worker_function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+def pickled(worker_function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
     try:
         return pickling.dumps((worker_function, arguments))
     except Exception:
@@ -186,7 +186,7 @@ def _uninterrupted() -> Iterator[None]:
             signal.raise_signal(came[0])
 
 
-class _Run:
+class Run:
     """The processes of one `launch`."""
 
     def __init__(
@@ -204,7 +204,7 @@ class _Run:
         self.wiring = wiring
         self.board = wiring.status_board()
         self.calls = wiring.call_board()
-        self.processes: list[WorkerProcess] = []
+        self.processes: list[Any] = []  # WorkerProcess, or others that are `Watched`
 
     def store(self, shared: dict[str, Tensor]) -> dict[str, tuple[int, tuple[int, ...], Any]]:
         return {
@@ -318,9 +318,10 @@ class _Run:
             self._listen(self.processes)
 
     def _cause(self) -> tuple[WorkerProcess, Failure]:
-        """The first error; one that may be another's consequence only if there is nothing else."""
+        """The error that tells most: one that may be another's consequence only if there is nothing else, and one that
+        says only that a peer has failed after all others."""
         errors = [(process, process.error) for process in self.processes if process.error is not None]
-        return min(errors, key=lambda of_rank: of_rank[1].secondhand)
+        return min(errors, key=lambda of_rank: (of_rank[1].secondhand, of_rank[1].says_nothing_new))
 
     def _failure(self, culprit: WorkerProcess, headline: str) -> WorkerFailure:
         """The whole story: a traceback, if there is one, what each rank was doing, and which processes are stopped."""

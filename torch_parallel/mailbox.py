@@ -25,16 +25,35 @@ class Failure(NamedTuple):
     """Whether it says only that another rank has failed."""
 
 
+class CannotBeSent(TypeError):
+    """What a worker returns or reports, and what cannot leave its process. One line, with the remedy."""
+
+
+WORDS = {"result": ("result of the worker function", "return"), "message": ("message", "report")}
+
+
 class Outbox:
     """The worker's end. `send` blocks while the pipe is full; the launcher reads all the time."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self.last_error = ""
+        """The headline of the error that was sent last."""
         self._one_at_a_time = threading.Lock()  # a worker may report from any of its threads
 
     def send(self, kind: str, content: Any) -> None:
-        """Raises whatever `pickle` raises for content that cannot be sent; then nothing has been written."""
-        body = pickling.dumps((kind, content))
+        """Raises CannotBeSent for content of which `pickle` cannot make bytes; then nothing has been written."""
+        if kind == "error":
+            self.last_error = content.headline
+        try:
+            body = pickling.dumps((kind, content))
+        except Exception as error:
+            what, verb = WORDS.get(kind, (kind, "send"))
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            raise CannotBeSent(
+                f"the {what}, of type {type(content).__name__}, cannot be sent to the launcher ({why}): {verb} "
+                "tensors, numbers and texts, and containers of them"
+            ) from error
         unsent = memoryview(_LENGTH.pack(len(body)) + body)
         with self._one_at_a_time:
             while unsent:

@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 import cloudpickle
 
 _SCRIPTS = ("__main__", "__mp_main__")
+_PACKAGE = __name__.partition(".")[0]
 _EXTENSIONS = tuple(importlib.machinery.EXTENSION_SUFFIXES)
 _EVERYWHERE = (
     importlib.machinery.BuiltinImporter,
@@ -75,26 +76,20 @@ def work_below(search_path: list[str] | None) -> None:
     ForkingPickler.reducer_override = _reduce_for_child  # type: ignore[method-assign]
 
 
-UNTOLD = (
-    "uint16",
-    "uint32",
-    "uint64",
-    "complex32",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
+TOLD = (
+    *("float64", "float32", "float16", "bfloat16", "complex64", "complex128"),
+    *("int64", "int32", "int16", "int8", "uint8", "bool"),
 )
-"""Types whose tensors torch pickles and cannot unpickle. They travel as bytes."""
+"""Types whose tensors torch pickles and unpickles. It cannot unpickle those of newer ones: they travel as bytes."""
 
 
 def _as_bytes(thing: Any) -> tuple[Any, str, list[int]] | None:
-    """The bytes of a tensor of such a type, the type's name, and the shape; None for all else."""
+    """The bytes of a tensor of a newer type, the type's name, and the shape; None for all else."""
     torch = sys.modules.get("torch")
     if torch is None or type(thing) is not torch.Tensor or thing.device.type != "cpu" or thing.requires_grad:
         return None
     name = str(thing.dtype).removeprefix("torch.")
-    if name not in UNTOLD or thing.layout != torch.strided:
+    if name in TOLD or thing.layout != torch.strided or thing.is_quantized:
         return None
     elements = torch.empty(thing.numel(), dtype=thing.dtype, device="cpu")
     elements.view(thing.shape).copy_(thing)
@@ -189,7 +184,7 @@ def _is_found(name: str, known: dict[str, bool]) -> bool:
     module = sys.modules.get(name)
     if name in _SCRIPTS or module is None:
         return False
-    if name in sys.builtin_module_names:
+    if name in sys.builtin_module_names or name.partition(".")[0] == _PACKAGE:  # which each process of the run has
         return True
     parent = name.rpartition(".")[0]
     if parent and not found_by_name(parent, known):

@@ -37,6 +37,13 @@ takes a process that has torch 42 MiB more, and a convolution and a linear layer
 memory; one H200, torch 2.11). Less than that is counted: a run is not to be refused for what it may not need."""
 DRY_BUILD_LIMIT_S = 5.0
 """A model that takes longer to build is not measured before."""
+TRIAL_LIMIT_S = 15.0
+"""A trial that takes longer is given up."""
+LARGEST_TRIED = 1 << 28
+"""A model of more elements is not built for a trial: it may take the memory that the run needs."""
+
+Trial = Callable[[Callable[[], nn.Module]], str | None]
+"""Tells what is wrong with what `make_model` makes, in one line; None if nothing."""
 
 
 @dataclass(frozen=True)
@@ -54,26 +61,17 @@ def dry_build(make_model: Callable[[], nn.Module], of_the_user: bool = True) -> 
     One `of_the_user` is built in a process of its own: what `make_model` draws, sets or registers, the caller never
     sees. One of ours leaves nothing behind.
     """
-    end_s = float("inf")
-
-    def give_up(board: StatusBoard) -> None:
-        nonlocal end_s
-        end_s = min(end_s, time.monotonic() + DRY_BUILD_LIMIT_S)  # from when the process has been started
-        if time.monotonic() > end_s:
-            raise TimeoutError
-
     try:
         if not of_the_user:
             return _size_of(make_model)
-        size: ModelSize = launch(_measured, 1, make_model, threads=1, on_tick=give_up)[0]
+        size: ModelSize = launch(_measured, 1, make_model, threads=1, on_tick=_giving_up(DRY_BUILD_LIMIT_S))[0]
     except Exception:
         return None
     return size
 
 
 def _measured(communicator: Communicator, make_model: Callable[[], nn.Module]) -> ModelSize:
-    for stream in (1, 2):  # what it has to say it says when it is built
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    _be_silent()
     return _size_of(make_model)
 
 
@@ -83,6 +81,42 @@ def _size_of(make_model: Callable[[], nn.Module]) -> ModelSize:
     parameters = [parameter for group in cut_into_buckets(model.named_parameters(), 1 << 62) for _, parameter in group]
     elements = sum(parameter.numel() for parameter in parameters)
     return ModelSize(elements, len(parameters), any(isinstance(each, _BatchNorm) for each in model.modules()))
+
+
+def try_out(make_model: Callable[[], nn.Module], trial: Trial) -> str | None:
+    """What a trial tells of a user's model, which is built for it on the CPU, in a process of its own.
+
+    None where nothing is wrong, and where it fails or takes long, in whatever way: the run itself tells.
+    """
+    try:
+        fault: str | None = launch(_tried, 1, make_model, trial, threads=1, on_tick=_giving_up(TRIAL_LIMIT_S))[0]
+    except Exception:
+        return None
+    return fault
+
+
+def _tried(communicator: Communicator, make_model: Callable[[], nn.Module], trial: Trial) -> str | None:
+    _be_silent()
+    return trial(make_model)
+
+
+def _giving_up(limit_s: float) -> Callable[[StatusBoard], None]:
+    """For `on_tick`: raises TimeoutError so long after the process has been started."""
+    end_s = float("inf")
+
+    def give_up(board: StatusBoard) -> None:
+        nonlocal end_s
+        end_s = min(end_s, time.monotonic() + limit_s)
+        if time.monotonic() > end_s:
+            raise TimeoutError
+
+    return give_up
+
+
+def _be_silent() -> None:
+    """What a model has to say it says when it is built for the run."""
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 def batch_norm_line(train_size: int, batch_size: int, workers: int, accumulate: int = 1) -> str | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SHARED_MEMORY = Path("/dev/shm")
+_OF_DRIVER = "cuda.shm."
 
 
 class Seen(NamedTuple):
@@ -24,7 +25,14 @@ class Seen(NamedTuple):
 def files_of(pid: int) -> list[Path]:
     """What a process of this number may leave, killed or ended at once, as workers are: the files by which torch counts
     who maps GPU memory, and one of the driver's, 4 KiB."""
-    return [each for pattern in (f"torch_{pid}_*", f"cuda.shm.*.{pid:x}.*") for each in SHARED_MEMORY.glob(pattern)]
+    of_torch, of_driver = f"torch_{pid}_", f".{pid:x}."
+    with contextlib.suppress(OSError):
+        return [
+            SHARED_MEMORY / name
+            for name in os.listdir(SHARED_MEMORY)
+            if name.startswith(of_torch) or (name.startswith(_OF_DRIVER) and of_driver in name[len(_OF_DRIVER) :])
+        ]
+    return []
 
 
 def held_by(pid: int) -> set[Seen]:

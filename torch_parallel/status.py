@@ -26,8 +26,8 @@ PHASES = (
 )
 STARTING, COMPUTING, EXCHANGING, UPDATING, EVALUATING, SAVING, RETURNING = range(len(PHASES))
 
-RUNNING, RETURNED, RAISED = range(3)
-"""Whether the function of a rank is over, and how."""
+RUNNING, RETURNED, RAISED, DIED = range(4)
+"""Whether the function of a rank is over, and how. Of a process that died others write it down."""
 
 WORK_BEAT_S = 0.25
 """How often a rank in long work gives a sign of life."""
@@ -91,8 +91,12 @@ class StatusBoard:
         )
 
     def over(self, rank: int) -> int:
-        """Whether the function of `rank` is over, and how: RUNNING, RETURNED or RAISED."""
+        """Whether the function of `rank` is over, and how: RUNNING, RETURNED, RAISED or DIED."""
         return int(self._fields[rank * _RECORD_BYTES // 8 + _OVER])
+
+    def note_end(self, rank: int, how: int) -> None:
+        """For a rank that cannot do so itself any more."""
+        self._fields[rank * _RECORD_BYTES // 8 + _OVER] = how
 
     def last_work_s(self, rank: int) -> float:
         """When, on the monotonic clock, `rank` or whoever it waits for, one after the other, was last known to be in
@@ -110,6 +114,23 @@ class StatusBoard:
 
     def reporter(self, rank: int) -> StatusReporter:
         return StatusReporter(self, rank)
+
+    def record(self, rank: int) -> bytes:
+        """All that a rank has written here."""
+        return bytes(self._bytes[rank * _RECORD_BYTES : (rank + 1) * _RECORD_BYTES])
+
+    def adopt(self, rank: int, record: bytes, sent_ns: int) -> None:
+        """Writes what a rank of another machine had written there at `sent_ns` of that machine's monotonic clock."""
+        ahead_ns = time.monotonic_ns() - sent_ns
+        fields = list(memoryview(record).cast("q"))
+        first = rank * _RECORD_BYTES // 8
+        for field in (_BEAT_NS, _WORK_NS):
+            fields[field] += ahead_ns if fields[field] else 0
+        fields[_BEAT_NS] = fields[_BEAT_NS] or self._fields[first + _BEAT_NS]  # before its first sign of life
+        if self._fields[first + _OVER] != RUNNING:
+            fields[_OVER] = fields[_OVER] or self._fields[first + _OVER]  # known here, and not there yet
+        for index, value in enumerate(fields):
+            self._fields[first + index] = value
 
     def _text(self, rank: int, size: int) -> str:
         start = rank * _RECORD_BYTES + 8 * _FIELDS

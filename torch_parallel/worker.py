@@ -12,12 +12,15 @@ import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torch_parallel import pickling, shm_files
 from torch_parallel.collectives.registry import adopt
+from torch_parallel.collectives.schedule import Nodes
 from torch_parallel.communicator import Communicator
 from torch_parallel.generators import seed_all
 from torch_parallel.lifeline import end_with_pipe
@@ -26,8 +29,10 @@ from torch_parallel.status import COMPUTING, RAISED, RETURNED, RETURNING, Status
 from torch_parallel.surroundings import Surroundings
 from torch_parallel.transport.base import Transport
 from torch_parallel.transport.cuda_ipc import THROUGH_HOST, connect_gpus, without_kernel
+from torch_parallel.transport.hybrid import transport_of
+from torch_parallel.transport.process_group import Lines
 from torch_parallel.transport.process_groups import in_plain_words, tells_of_a_peer
-from torch_parallel.transport.shared_memory import SharedMemoryTransport, Wiring
+from torch_parallel.transport.shared_memory import Wiring
 
 
 @dataclass
@@ -44,9 +49,13 @@ class Assignment:
     outbox: Outbox
     shared: dict[str, tuple[int, tuple[int, ...], torch.dtype]]  # name -> offset in the arena, shape, dtype
     call: bytes  # pickled (function, arguments)
-    surroundings: Surroundings
+    surroundings: Surroundings | None  # None where the process has its own
     seeds: tuple[int, ...]  # of the launch, for all ranks the same
     collectives: bytes  # pickled, what the launcher's process has registered
+    nodes: Nodes = ()  # the node of each rank, where they are of several
+    connect: Callable[[], Lines] | None = None  # gives the lines to ranks of other nodes, where there are any
+    nics: tuple[str, ...] = ()  # the cards by which nodes exchange, where they are named
+    store: Store | None = None  # at which the processes have met, where others have started them
 
 
 def main(assignment: Assignment) -> None:
@@ -55,14 +64,34 @@ def main(assignment: Assignment) -> None:
     multiprocessing.current_process().daemon = False  # may start processes of its own, such as a DataLoader's
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # where there is no fork server to inherit the mask from
     _prefix_warnings(assignment.rank)
-    exit_code = 1
-    status: StatusReporter | None = None
+    returned = False
     try:
-        assignment.surroundings.apply()
+        assert assignment.surroundings is not None
+        returned = perform(assignment, assignment.surroundings.apply)
+    finally:
+        with contextlib.suppress(Exception):
+            multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # ends what a DataLoader left behind
+        with contextlib.suppress(Exception):  # `| head` has closed the other end
+            sys.stdout.flush()
+            sys.stderr.flush()
+        with contextlib.suppress(Exception):
+            shm_files.remove(shm_files.held_by(os.getpid()))
+        os._exit(not returned)  # at once: whatever threads the worker function left do not hold the run up
+
+
+def perform(assignment: Assignment, prepare: Callable[[], None] = lambda: None) -> bool:
+    """Runs the worker function in this process, after `prepare`, and sends its result or its error.
+
+    Returns whether there is a result.
+    """
+    status: StatusReporter | None = None
+    communicator: Communicator | None = None
+    try:
+        status = assignment.wiring.status_board().reporter(assignment.rank)
+        prepare()
         torch.set_num_threads(assignment.threads)
         seed_all(assignment.seeds, assignment.rank)
-        status = assignment.wiring.status_board().reporter(assignment.rank)
-        communicator = _communicator(assignment)
+        communicator = communicator_of(assignment)
         if communicator.device.type == "cuda":  # it may be killed before the launcher has looked for itself
             assignment.outbox.send("files", shm_files.held_by(os.getpid()))
         adopt(pickling.loads(assignment.collectives))
@@ -73,7 +102,7 @@ def main(assignment: Assignment) -> None:
         communicator.transport.leave()
         assignment.outbox.send("result", result)
         status.is_over(RETURNED)
-        exit_code = 0
+        return True
     except BaseException as error:  # sys.exit() too: whatever its code, the worker has not returned a result
         of_a_peer = _is_of_a_group(error) or getattr(error, "of_a_peer", False)
         secondhand = of_a_peer or getattr(error, "secondhand", False)
@@ -81,15 +110,12 @@ def main(assignment: Assignment) -> None:
         assignment.outbox.send("error", Failure(_headline(error), trace, secondhand, of_a_peer))
         if status is not None:
             status.is_over(RAISED)
+        if assignment.surroundings is None and isinstance(error, KeyboardInterrupt | SystemExit):
+            raise  # it is the user's own process that is to end
+        return False
     finally:
-        with contextlib.suppress(Exception):
-            multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # ends what a DataLoader left behind
-        with contextlib.suppress(Exception):  # `| head` has closed the other end
-            sys.stdout.flush()
-            sys.stderr.flush()
-        with contextlib.suppress(Exception):
-            shm_files.remove(shm_files.held_by(os.getpid()))
-        os._exit(exit_code)  # at once: whatever threads the worker function left do not hold the run up
+        if communicator is not None:
+            communicator.through_host.close()
 
 
 def _is_of_a_group(error: BaseException) -> bool:
@@ -124,14 +150,19 @@ def _exit_after(sentinel: int) -> None:
     os._exit(1)
 
 
-def _communicator(assignment: Assignment) -> Communicator:
-    host = SharedMemoryTransport(assignment.wiring, assignment.rank, assignment.deadline_s)
+def communicator_of(assignment: Assignment) -> Communicator:
+    rank, wiring, nodes = assignment.rank, assignment.wiring, assignment.nodes
+    lines = None if assignment.connect is None else assignment.connect()
+    host = transport_of(wiring, rank, assignment.deadline_s, nodes, lines)
     device = torch.device(assignment.device)
     transport: Transport = host
     if device.type == "cuda":
-        device = torch.device("cuda", assignment.rank % torch.cuda.device_count())
+        place = rank - nodes.index(nodes[rank]) if nodes else rank  # on its machine
+        device = torch.device("cuda", place % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        if assignment.wiring.links is None:
+        if lines is not None:
+            line = without_kernel(assignment.performer, f"{THROUGH_HOST}: the ranks are on several nodes")
+        elif wiring.links is None:
             transport, line = connect_gpus(host, device, assignment.deadline_s, assignment.performer)
         else:
             line = without_kernel(assignment.performer, f"{THROUGH_HOST}: links are emulated there")
@@ -143,9 +174,12 @@ def _communicator(assignment: Assignment) -> Communicator:
         assignment.outbox,
         assignment.server_count,
         device,
-        {name: assignment.wiring.arena.tensor(*where) for name, where in assignment.shared.items()},
+        {name: wiring.arena.tensor(*where) for name, where in assignment.shared.items()},
         host_transport=None if transport is host else host,
         deadline_s=assignment.deadline_s,
+        nodes=nodes if wiring.links is None else wiring.links.node_of,
+        store=assignment.store,
+        nics=assignment.nics,
     )
 
 

@@ -40,18 +40,25 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
-class WorkerProcess:
-    """A started worker, as the launcher sees it."""
+class Watched:
+    """A rank, and what it has said."""
 
-    def __init__(self, rank: int, process: Any, inbox: Inbox) -> None:
+    def __init__(self, rank: int, inbox: Inbox) -> None:
         self.rank = rank
-        self.process = process
         self.inbox = inbox
         self.error: Failure | None = None
         self.result: Any = None
         self.finished = False
         self.finished_s = 0.0
         self.files: set[shm_files.Seen] = set()  # in /dev/shm, that it was seen to hold
+
+
+class WorkerProcess(Watched):
+    """A started worker, as the launcher sees it."""
+
+    def __init__(self, rank: int, process: Any, inbox: Inbox) -> None:
+        super().__init__(rank, inbox)
+        self.process = process
         self._next_look_s = time.monotonic() + LOOK_S
         # A pidfd names this very process even after its number is used again, and does not depend on the fork server.
         self.pidfd: int | None = None

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transports import GPU_MARKS, TRANSPORTS, every_transport, on_all_ranks
+from transports import GPU_MARKS, MEMORIES, TRANSPORTS, every_transport, on_all_ranks
 
 from torch_parallel.collectives import broadcast_from
 from torch_parallel.launcher import WorkerFailure
 from torch_parallel.transport.base import Transfer, Transport, TransportError
 
 # by the kernel an operation ends with its readers, so `settle` leaves nothing
+every_memory_and_gpus = pytest.mark.parametrize("kind", [*MEMORIES, pytest.param("gpu plain", marks=GPU_MARKS)])
 every_transport_and_gpus = pytest.mark.parametrize("kind", [*TRANSPORTS, pytest.param("gpu plain", marks=GPU_MARKS)])
 
 
@@ -87,7 +88,7 @@ def test_reading_and_writing_the_part_of_one_peer(kind: str) -> None:
             transport.put(buffer, 2)
             transport.tell(2)
         else:
-            transport.tell(0)
+            transport.tell(0, pushed=[buffer])
             if transport.rank == 2:
                 transport.hear(0, "the sum", put=[buffer])
         told = [(each.source, each.to, each.bytes, each.purpose, each.reduce) for each in seen]
@@ -113,7 +114,7 @@ def test_where_nobody_comes_all_are_named(kind: str) -> None:
     assert "rank 0, a push of any worker: no signal from any of ranks 1, 2 for 0.3 s" in str(raised.value)
 
 
-@every_transport_and_gpus
+@every_memory_and_gpus
 def test_memory_of_one_rank_that_all_reach(kind: str) -> None:
     def write(transport: Transport) -> Any:
         before, alone, after = (transport.share(5, torch.int64, owner) for owner in (None, 1, None))
@@ -126,7 +127,7 @@ def test_memory_of_one_rank_that_all_reach(kind: str) -> None:
     assert on_all_ranks(kind, 3, write) == [([0, 5, 0], [0, 1, 2, 3, 4], True)] * 3
 
 
-@every_transport_and_gpus
+@every_memory_and_gpus
 def test_the_newest_messages_may_be_left_unread(kind: str) -> None:
     """Rank 1 reads the second message only after rank 0 has settled all but that one."""
 

@@ -19,7 +19,8 @@ The contract, which `tests/transport/test_conformance.py` holds against every tr
   the schedules that they perform.
 - Beside schedules, in which every rank knows what comes next, a rank may serve whoever comes first: `arrivals` waits
   for any of several peers, `read` copies or adds a peer's part, `put` writes over it, `tell` and `hear` are the signals
-  around that. No rank but the two concerned takes part, and who may write a part when is the callers' affair.
+  around that. What a peer pushes is read once, or dropped. No rank but the two concerned takes part, and who may write
+  a part when is the callers' affair.
 - Every wait ends at the deadline with an error that names rank, peer, purpose and round; at once where the peer has
   returned or raised; and not while the peer is in long work (`StatusReporter.at_work`).
 - A transport of GPUs (`cuda_ipc.py`) only enqueues: "returns when" means that what the stream is given afterwards sees
@@ -175,13 +176,13 @@ class Transport(ABC):
             plan = self._begin(collective, buffer, purpose, numbered)
         elif numbered:
             calls.enter(plan.signature)
-        post, wait, observer = self._signals.post, self._signals.wait, self.observer
+        wait, observer = self._signals.wait, self.observer
         doing = purpose or collective.name
         round_index = 0
         try:
-            for round_index, (targets, pulls) in enumerate(plan.rounds):
-                for peer in targets:
-                    post(READY, peer)
+            for round_index, (posts, pulls) in enumerate(plan.rounds):
+                for post in posts:
+                    post()
                 for source, operation, theirs, reduce in pulls:
                     if observer is None:
                         wait(READY, source, doing, round_index)
@@ -221,6 +222,9 @@ class Transport(ABC):
 
     def leave(self) -> None:  # noqa: B027  # memory of the host outlives its process
         """Called when the worker function has returned; waits for peers that read what goes with this process."""
+
+    def close(self) -> None:  # noqa: B027  # memory is freed with the processes that map it
+        """Called when nothing more is performed, also after an error. Waits for nothing."""
 
     def acknowledge(self) -> None:
         """Tells the peers that this rank is done with their memory, and with what it does before they may go on."""
@@ -284,6 +288,9 @@ class Transport(ABC):
         operation = buffer.local.add_ if add else buffer.local.copy_
         self._receive((peer, operation, buffer.parts[peer], add), purpose, time.perf_counter())
 
+    def drop(self, buffer: SharedBuffer, peer: int, purpose: str) -> None:  # noqa: B027  # nothing has moved
+        """In place of `read`, of a part that the peer has pushed and nobody wants."""
+
     def put(self, buffer: SharedBuffer, peer: int) -> None:
         """Copies my part over the peer's, which must be waiting to hear of me."""
         buffer.parts[peer].copy_(buffer.local)
@@ -330,17 +337,26 @@ class Transport(ABC):
             buffer.plans[collective] = self._bind(collective, buffer)
         return buffer.plans[collective]
 
+    def _reached(self, peer: int) -> bool:
+        """Whether this rank reads the peer's memory, at any time that the schedule leaves it."""
+        return True
+
+    def _post_of(self, peer: int, chunk: Tensor) -> Callable[[], None]:
+        """What lets the peer have a chunk of this rank's: it reads it by itself, once it is told."""
+        return partial(self._signals.post, READY, peer)
+
     def _bind(self, collective: Collective, buffer: SharedBuffer) -> Plan:
         if collective.common_result and not self.one_memory:
             raise ValueError(f"{collective.name} needs memory in common, and links lie between the ranks")
         share_common = partial(self.share_common, numbered=False)
-        memory = Memory(collective, buffer, self.world_size, share_common)
-        rounds: list[tuple[list[int], list[Pull]]] = []
+        memory = Memory(collective, buffer, self.world_size, share_common, self._reached)
+        rounds: list[tuple[list[Callable[[], None]], list[Pull]]] = []
         received: Counter[int] = Counter()
         for actions in collective.rounds(self.rank, self.world_size):
-            targets = [action.to for action in actions if isinstance(action, Send)]
+            sends = [action for action in actions if isinstance(action, Send)]
+            posts = [self._post_of(send.to, memory.mine(send.chunks)) for send in sends]
             pulls = [self.over_link(pull) for pull in memory.pulls(actions)]
-            rounds.append((targets, pulls))
+            rounds.append((posts, pulls))
             for source, _, theirs, _ in pulls:
                 received[source] += theirs.nbytes
         # Only reads that the schedule's own messages do not prove finished need a signal of their own.

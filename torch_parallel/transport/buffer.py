@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_parallel.collectives.proof import ProofError, examine
-from torch_parallel.collectives.schedule import Collective, Local, Receive, Round, chunk_bounds
+from torch_parallel.collectives.schedule import Collective, Local, Receive, Round
 
 # One receive, ready to perform: the source, what is done with the peer's chunk, that chunk, and whether it is added.
 Pull = tuple[int, Callable[[Tensor], Any], Tensor, bool]
@@ -40,7 +40,7 @@ class Transfer:
 class Plan:
     """A schedule bound to the memory of one buffer."""
 
-    rounds: list[tuple[list[int], list[Pull]]]
+    rounds: list[tuple[list[Callable[[], None]], list[Pull]]]
     acknowledge: list[int]  # whom to tell that I have read the last of theirs
     readers: list[int]  # who will tell me so
     received: list[tuple[int, int]]  # bytes read from each peer, once per performance
@@ -69,6 +69,8 @@ class SharedBuffer:
     plans: dict[Collective, Plan] = field(default_factory=dict)
     number: int = 0
     """Counted over the buffers of a transport, the same on all ranks."""
+    groups: tuple[int, ...] = ()
+    """Where groups of its elements begin, and the last one ends, for collectives that keep them together."""
 
     @property
     def local(self) -> Tensor:
@@ -102,14 +104,16 @@ class Memory:
         buffer: SharedBuffer,
         world_size: int,
         share: Callable[[int, torch.dtype], Tensor],
+        reached: Callable[[int], bool] = lambda peer: True,
     ) -> None:
+        self._reached = reached
         numel, self.chunk_count = buffer.local.numel(), collective.chunk_count(world_size)
         if collective.equal_chunks and numel % self.chunk_count:
             raise ValueError(
                 f"{collective.name} of {numel} elements: {world_size} ranks need a multiple of {self.chunk_count}"
             )
         self.parts = buffer.parts
-        self.bounds = chunk_bounds(numel, self.chunk_count)
+        self.bounds = collective.bounds(numel, world_size, buffer.groups)
         self.common = collective.common_chunks(world_size)
         if self.common:
             further = [buffer.common_region(share)]
@@ -134,7 +138,8 @@ class Memory:
             if moves:
                 own = [(self._operation(move), self.mine(move.chunks)) for move in moves]
                 operation = partial(_in_turn, [(operation, None), *own])
-            copied = None if receive.reduce or moves or self._is_common(receive.chunks) else receive.target
+            plain = not (receive.reduce or moves or self._is_common(receive.chunks))
+            copied = receive.target if plain and self._reached(receive.source) else None
             pulls.append((receive.source, operation, theirs, receive.reduce))
         return pulls
 

@@ -19,6 +19,7 @@ A call costs one store, and one load for each peer: number and digest lie in one
 from __future__ import annotations
 
 import hashlib
+import time
 import zlib
 from functools import cache, lru_cache
 
@@ -33,6 +34,8 @@ TEXT_LIMIT = 200
 _FACTOR, _MASK = 31, 0xFFFFFFFF  # small factors are multiplied sooner
 _TEXT_BYTES = TEXT_LIMIT + 8  # the signature first
 _RECORD_BYTES = 8 * (SLOTS + 1) + TEXTS * _TEXT_BYTES
+UNKNOWN = "call something else"
+"""In place of what is not known of a call (any more)."""
 ADVICE = "all ranks must call the same operations in the same order"
 
 
@@ -90,6 +93,11 @@ class CallBoard:
         """Where the slots of a rank begin. Behind them lies a mark that the rank has been told of an error."""
         return rank * _RECORD_BYTES // 8
 
+    def record(self, rank: int) -> memoryview:
+        """All words of one rank."""
+        first = self.first_word(rank)
+        return self.words[first : first + _RECORD_BYTES // 8]
+
     @staticmethod
     def rank_at(index: int) -> int:
         """Whose slot that is."""
@@ -114,6 +122,19 @@ class CallBoard:
     def tell(self, rank: int) -> None:
         """An error of a call has been raised on this rank: what it calls from now on is its own affair."""
         self.words[self.first_word(rank) + SLOTS] = 1
+
+    def note(self, rank: int, number: int, word: int) -> None:
+        """What a rank of another node has written for a call; what is known of a later one stays."""
+        index = self.first_word(rank) + number % SLOTS
+        if number and word > self.words[index]:
+            self.words[index] = word
+
+    def adopt(self, rank: int, start: int, words: memoryview) -> None:
+        """Some of the words of a rank of another node, from the place `start` of its record on."""
+        first = self.first_word(rank) + start
+        for index, word in enumerate(words, first):
+            if index - self.first_word(rank) >= SLOTS or word > self.words[index]:  # as `note`
+                self.words[index] = word
 
     def put_text(self, rank: int, place: int, signature: int, text: str) -> None:
         start = self._text_start(rank, place)
@@ -142,7 +163,7 @@ class CallBoard:
             number -= 1
             if self.entry(one, number - 1) is None or self.entry(other, number - 1) is None:
                 break
-        mine, theirs = (self.what(rank, number) or "call something else" for rank in (one, other))
+        mine, theirs = (self.what(rank, number) or UNKNOWN for rank in (one, other))
         if mine == theirs:
             theirs += ", which is another one"
         return f"call {number}: rank {one} wants to {mine}, but rank {other} wants to {theirs}: {ADVICE}"
@@ -187,6 +208,8 @@ class Calls:
         self._theirs = [[board.first_word(peer) + place for peer in peers] for place in range(SLOTS)]
         self.theirs = self._theirs[0]
         """Where in `words` the peers write theirs for the same call."""
+        self.words_s = 0.0
+        """So long may it take until it is known here what a peer's call is."""
         self._texts: dict[int, None] = {}  # signatures of which the board holds the text, the oldest first
         self._texts_written = 0
 
@@ -224,6 +247,7 @@ class Calls:
                 if difference is None and heard and peer in heard:
                     difference = self._not_come(peer)
                 if difference is not None:
+                    difference = self._with_words(peer, difference)
                     raise self.told(TransportError(difference, secondhand=False))
 
     @property
@@ -235,6 +259,18 @@ class Calls:
         """The error, with a note that this rank has been told of one."""
         self.board.tell(self._rank)
         return error
+
+    def hear(self, peer: int, number: int, word: int) -> None:
+        """A peer of another node has said with a message in which call it is."""
+        self.board.note(peer, number, word)
+
+    def _with_words(self, peer: int, difference: str) -> str:
+        """The same, with what the peer wants to do, once that is known here."""
+        until_s = time.monotonic() + self.words_s
+        while UNKNOWN in difference and time.monotonic() < until_s:
+            time.sleep(0.01)
+            difference = self._closer_look(peer) or difference
+        return difference
 
     def _not_come(self, peer: int) -> str | None:
         """Where the peer, which has signalled within this call, is not in it or beyond."""

@@ -86,7 +86,10 @@ class SharedMemoryTransport(Transport):
         """Each buffer begins on a page of its own; all of them are one mapping."""
         stride = page_aligned(numel * dtype.itemsize)
         offset = self._arena.allocate(stride * count)
-        if self.rank == 0:
-            self._arena.take(offset, stride * count)
+        self._take(offset, stride, count)
         together = self._arena.tensor(offset, (count, stride // dtype.itemsize), dtype)
         return [together[index, :numel] for index in range(count)]
+
+    def _take(self, offset: int, stride: int, count: int) -> None:
+        if self.rank == 0:
+            self._arena.take(offset, stride * count)

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from multiprocessing.reduction import DupFd
 
-from torch_parallel.status import RAISED, RUNNING, StatusReporter
+from torch_parallel.status import DIED, RAISED, RETURNED, RUNNING, StatusReporter
 
 READY, READ = 0, 1
 """The two kinds of signal: "my chunk is ready for you" and "I have read the last of yours"."""
@@ -29,6 +29,9 @@ LINE = 16  # int64s between two counters: two cache lines, since processors fetc
 
 SPINS = 100
 """Looks at the counter before the processor is offered to others: about 10 microseconds."""
+YIELDS = 50
+"""How often a waiter then gives its processor to others before it says that it waits, and for whom. To say so takes as
+long as a whole small exchange: a rank that did would be late itself, and its peer would come to say the same."""
 YIELDS_S = 0.05
 """Seconds of yielding before a waiter takes naps; a nap of 1 ms then adds at most 2 % to the wait."""
 NAP_S = 0.001
@@ -52,16 +55,19 @@ class WaitTimeout(Exception):
 
 
 class PeerIsOver(WaitTimeout):
-    """Raised by `Signals.wait` before the deadline: the peer has returned or raised, and will signal nothing more."""
+    """Raised by `Signals.wait` before the deadline: the peer is over, `how` says in which way, and will signal nothing
+    more."""
 
-    def __init__(self, peers: list[int], raised: bool) -> None:
+    def __init__(self, peers: list[int], how: int) -> None:
         has = "has" if len(peers) == 1 else "have all"
-        super().__init__(f"{_named(peers)} {has} {'raised an error' if raised else 'returned'}")
-        self.peers, self.raised = peers, raised
+        what = {RETURNED: "returned", RAISED: "raised an error", DIED: "died"}[how]
+        super().__init__(f"{_named(peers)} {has} {what}")
+        self.peers, self.how = peers, how
+        self.raised = how != RETURNED
         self.whom = "it" if len(peers) == 1 else "them"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.peers, self.raised), vars(self)
+        return type(self), (self.peers, self.how), vars(self)
 
 
 def silence(peers: list[int], waited_s: float) -> str:
@@ -105,7 +111,7 @@ class Patience:
         board = self._status.board
         ends = [board.over(peer) for peer in self._peers]
         if RUNNING not in ends and not self._come():  # they may have signalled before their end
-            raise PeerIsOver(self._peers, RAISED in ends)
+            raise PeerIsOver(self._peers, max(ends))
         if now_s - self._since_s > self._deadline_s:
             self._since_s = max(self._since_s, *map(board.last_work_s, self._peers))
             if now_s - self._since_s > self._deadline_s:
@@ -184,7 +190,12 @@ class SequenceNumbers(Signals):
             if counters[index] >= number:
                 break
         else:
-            self._nap_until(lambda: counters[index] >= number, [peer], f"{doing}, round {round_index}")
+            for _ in range(YIELDS):
+                os.sched_yield()
+                if counters[index] >= number:
+                    break
+            else:
+                self._nap_until(lambda: counters[index] >= number, [peer], f"{doing}, round {round_index}")
         self.waited_s[peer] += time.perf_counter() - start_s
 
     def posted(self, kind: int, peer: int) -> bool:

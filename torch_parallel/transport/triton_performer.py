@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_parallel.collectives import RING_ALL_REDUCE
-from torch_parallel.collectives.schedule import Collective, chunk_bounds
+from torch_parallel.collectives.schedule import Collective
 from torch_parallel.transport import kernel
 from torch_parallel.transport.buffer import Plan, SharedBuffer
 from torch_parallel.transport.schedule_table import Program, compile_schedule
@@ -143,7 +143,7 @@ class TritonPerformer:
 
     def _bind(self, collective: Collective, buffer: SharedBuffer, plan: Plan) -> Table:
         program = compile_schedule(collective, self.rank, self.world_size)
-        bounds = chunk_bounds(buffer.local.numel(), collective.chunk_count(self.world_size))
+        bounds = collective.bounds(buffer.local.numel(), self.world_size, buffer.groups)
         places = [memory.data_ptr() for memory in [*buffer.parts, *plan.regions[1:]]]
         rows = torch.tensor(program.rows(bounds, places), dtype=torch.int64, device=self.device)
         return Table(program, rows, max(stop - start for start, stop in pairwise(bounds)))

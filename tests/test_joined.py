@@ -1,0 +1,291 @@
+"""Processes that others have started: they find each other, train as launched ones do, and see each other end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from started import PLAIN, failing, weights_in
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from torch_parallel import join, launch
+from torch_parallel.communicator import Communicator
+from torch_parallel.meeting import Meeting
+from torch_parallel.place import RendezvousError
+from torch_parallel.strategies import STRATEGIES
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="other processes' files are opened by /proc"),
+    pytest.mark.timeout(600),  # each of torchrun's processes imports torch
+]
+
+ROOT = Path(__file__).parents[1]
+SMALL = ("--dataset", "digits", "--train_size", "200", "--test_size", "50", "--epochs", "1", "--device", "cpu")
+LIMIT_S = 280.0
+
+
+def torchrun(n: int, *program: str, restarts: int = 0) -> list[str]:
+    own = ["--standalone", "--nproc_per_node", str(n), "--max_restarts", str(restarts), "--monitor_interval", "0.1"]
+    return [sys.executable, "-m", "torch.distributed.run", *own, *program]
+
+
+def run(command: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=PLAIN | environ, cwd=ROOT)
+
+
+# ---- join ----
+
+
+def joined(communicator: Communicator, path: str, times: int) -> list[Any]:
+    """A worker that joins the others once more, by a store, as if somebody else had started it."""
+    seen: list[Any] = []
+    for _ in range(times):
+        own = join(FileStore(path, communicator.world_size), communicator.rank, communicator.world_size, deadline_s=20)
+        x = torch.arange(5.0) + own.rank
+        seen.append((own.rank, own.world_size, own.all_reduce(x, algorithm="two_shot_in_place").tolist()))
+        seen.append(own.gather(f"rank {own.rank}", root=1))
+    return seen
+
+
+def test_ranks_that_join_have_the_communicator_that_launch_gives(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    by_rank = launch(joined, 3, str(tmp_path / "store"), 2, deadline_s=60)
+    sums = [3.0 * k + 3.0 for k in range(5)]
+    for rank, seen in enumerate(by_rank):
+        gathered = ["rank 0", "rank 1", "rank 2"] if rank == 1 else None
+        assert seen == [(rank, 3, sums), gathered] * 2
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def meets_alone(communicator: Communicator, path: str) -> str:
+    if communicator.rank == 0:
+        with pytest.raises(RendezvousError) as error:
+            Meeting(FileStore(path, 2), 0, 2, deadline_s=0.5)
+        return str(error.value)
+    return ""
+
+
+def test_who_does_not_come_is_named(tmp_path: Path) -> None:
+    line, _ = launch(meets_alone, 2, str(tmp_path / "store"), deadline_s=60)
+    assert re.fullmatch(r"rank 0 of 2 waited [01] s for rank 1 to come: were all ranks started, .*", line)
+
+
+def test_arguments_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="store, rank and world_size are given together"):
+        join(rank=1)
+    with pytest.raises(ValueError, match="rank 2 of 2: ranks are 0 to world_size - 1"):
+        join(FileStore(str(tmp_path / "store"), 2), 2, 2)
+    with pytest.raises(RendezvousError, match=r"nobody has started this process .*torchrun --nproc_per_node 4"):
+        join()
+
+
+# ---- torchrun ----
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "param_server",
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in STRATEGIES
+            if name not in ("data_parallel", "param_server")
+        ),
+    ],
+)
+def test_training_under_torchrun_is_that_under_launch_to_the_bit(tmp_path: Path, strategy: str) -> None:
+    own = {"param_server_bounded": ["--staleness", "0"], "param_server_backup": ["--backup_workers", "0"]}
+    given = ["--strategy", strategy, *SMALL, *own.get(strategy, ())]
+    results = {way: tmp_path / way for way in ("launched", "joined")}
+    train = [str(ROOT / "train.py"), *given, "--results_dir"]
+    by_torchrun = run(torchrun(3, *train, str(results["joined"])))
+    assert by_torchrun.returncode == 0, by_torchrun.stderr
+    assert by_torchrun.stdout.count("epoch 1/1") == by_torchrun.stdout.count("results in ") == 1
+    plain = run([sys.executable, *train, str(results["launched"]), "--n_gpus", "3"])
+    assert plain.returncode == 0, plain.stderr
+    if strategy == "param_server_async":  # who comes first differs from run to run
+        return
+    ours, theirs = (weights_in(folder) for folder in results.values())
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("raise ValueError('mine')", r"FAILURE of 2 rank 2 failed: ValueError: mine"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", r"FAILURE of 2 rank 2 has died: its process ended before it returned"),
+    ],
+)
+def test_who_fails_is_named_and_all_end(tmp_path: Path, what: str, said: str) -> None:
+    begin_s = time.monotonic()
+    done = run(torchrun(3, failing(tmp_path, what), str(tmp_path / "results"), "ring_all_reduce"), CULPRITS="2")
+    assert done.returncode == 1
+    assert time.monotonic() - begin_s < LIMIT_S / 2
+    assert re.search(said, done.stdout), done.stdout + done.stderr
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
+def test_of_processes_started_by_hand_the_survivors_name_the_lost_one(tmp_path: Path, culprit: int) -> None:
+    """Nobody ends them, as torchrun does."""
+    program = failing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    same = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CULPRITS": str(culprit)}
+    command = [sys.executable, program, str(tmp_path / "results"), "ring_all_reduce"]
+    processes = [
+        subprocess.Popen(command, env=PLAIN | same | {"RANK": str(rank)}, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    said = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+    assert [process.returncode for process in processes] == [-9 if rank == culprit else 1 for rank in range(3)]
+    lost = "the process of rank 0 has ended" if culprit == 0 else "rank 2 has died"
+    assert all(f"FAILURE of {culprit} {lost}" in text for rank, text in enumerate(said) if rank != culprit), said
+
+
+def running(word: str) -> list[int]:
+    """The processes with this word in their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and word.encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.exhaustive
+def test_a_killed_agent_leaves_nothing(tmp_path: Path) -> None:
+    program = failing(tmp_path, "time.sleep(600)")
+    command = torchrun(3, program, str(tmp_path / "results"), "ring_all_reduce")
+    agent = subprocess.Popen(command, env=PLAIN | {"CULPRITS": "1"}, cwd=ROOT)
+    try:
+        give_up_s = time.monotonic() + LIMIT_S
+        while not list((tmp_path / "results").glob("*/checkpoints/step_000000003.pt")):
+            assert time.monotonic() < give_up_s and agent.poll() is None
+            time.sleep(0.1)
+        agent.kill()
+        agent.wait()
+        give_up_s = time.monotonic() + 10
+        while running(program) and time.monotonic() < give_up_s:
+            time.sleep(0.1)
+        assert running(program) == []
+    finally:
+        agent.kill()
+        for pid in running(program):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+SEVERAL = """
+import os, random, sys
+import torch
+from torch import nn
+from torch_parallel import RunConfig, WorkerFailure, join, train
+from torch_parallel.workloads import load_dataset
+
+class Model(nn.Module):
+    def __init__(self, broken):
+        super().__init__()
+        self.layer, self.broken = nn.Linear(64, 10), broken
+
+    def forward(self, x):
+        if self.broken and os.environ["RANK"] == "1":
+            raise ValueError("mine")
+        return self.layer(x.flatten(1))
+
+if __name__ == "__main__":
+    data, _ = load_dataset("digits", None, 60, 0, 20)
+    torch.manual_seed(5)
+    expected = torch.Generator().manual_seed(5)
+    for strategy, broken in (("ring_all_reduce", False), ("param_server_async", True), ("ddp", True), ("ddp", False),
+                             ("sharded_param_server", False)):
+        config = RunConfig(strategy=strategy, batch_size=20, epochs=1, device="cpu", results_dir=sys.argv[1],
+                           deadline_s=60)
+        try:
+            run = train(config, make_model=lambda: Model(broken), dataset=data, verbose=False)
+            print("DONE", strategy, run.rank, flush=True)
+        except WorkerFailure as failure:
+            print("FAILURE", strategy, failure.rank, "ValueError: mine" in str(failure), flush=True)
+    communicator = join()
+    print("SUM", communicator.all_reduce(torch.ones(2)).tolist(), flush=True)
+    print("DRAWN", torch.equal(torch.rand(3), torch.rand(3, generator=expected)), flush=True)
+"""
+
+
+@pytest.mark.exhaustive
+def test_one_program_has_several_runs_some_of_which_fail(tmp_path: Path) -> None:
+    """And its own generators go on as if there had been none."""
+    program = tmp_path / "several.py"
+    program.write_text(SEVERAL)
+    done = run(torchrun(3, str(program), str(tmp_path / "results")))
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout  # lines of several processes may run into each other
+    for strategy in ("ring_all_reduce", "ddp", "sharded_param_server"):
+        assert sorted(re.findall(rf"DONE {strategy} (\d)", said)) == ["0", "1", "2"], said
+    for strategy in ("param_server_async", "ddp"):
+        assert said.count(f"FAILURE {strategy} 1 True") == 3, said
+    assert said.count("SUM [3.0, 3.0]") == said.count("DRAWN True") == 3, said
+
+
+@pytest.mark.parametrize("strategy", ["ring_all_reduce", pytest.param("param_server", marks=pytest.mark.exhaustive)])
+def test_a_run_that_torchrun_starts_anew_goes_on_to_the_bit(tmp_path: Path, strategy: str) -> None:
+    kill = "os.kill(os.getpid(), signal.SIGKILL)"
+    once = "self.training and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'"
+    sums = {}
+    for way, when in (("disturbed", once), ("undisturbed", "False")):
+        (tmp_path / way).mkdir()
+        program = failing(tmp_path / way, kill, when)
+        done = run(torchrun(3, program, str(tmp_path / way), strategy, restarts=2), CULPRITS="2")
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = re.findall(r"DONE (\d) (-?\d+\.\d+(?:e-?\d+)?)", done.stdout)
+        assert sorted(rank for rank, _ in lines) == ["0", "1", "2"]
+        (sums[way],) = {total for _, total in lines}
+    assert sums["disturbed"] == sums["undisturbed"]
+    assert len(list((tmp_path / "disturbed").glob("*/checkpoints"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--n_gpus", "4"], "train.py: error: --n_gpus 4: 2 were started: start as many as that, or leave it out"),
+        (["--lr", "-1"], "train.py: error: --lr"),
+        (["--strategy", "data_parallel"], "it is 1 process, and 2 were started: run it with plain python"),
+    ],
+)
+@pytest.mark.exhaustive
+def test_what_is_wrong_is_told_once(tmp_path: Path, flags: list[str], said: str) -> None:
+    done = run(torchrun(2, str(ROOT / "train.py"), *SMALL, *flags, "--results_dir", str(tmp_path / "results")))
+    assert done.returncode != 0
+    assert 1 <= done.stderr.count(said) <= 2, done.stderr
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"RANK": "0"}, "RANK is set, and WORLD_SIZE and MASTER_ADDR and MASTER_PORT are not"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "29511"},
+            "MASTER_ADDR is no.such.host.invalid, which cannot be resolved",
+        ),
+    ],
+)
+def test_a_wrong_environment_is_told_in_a_line(tmp_path: Path, environ: dict[str, str], said: str) -> None:
+    done = run([sys.executable, str(ROOT / "train.py"), *SMALL, "--results_dir", str(tmp_path / "results")], **environ)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"train.py: error: {said}") and done.stderr.count("\n") == 1
