@@ -18,7 +18,8 @@ def main() -> None:
     config = RunConfig.from_command_line(description=__doc__)
     run = train(config)
     accuracy = "" if math.isnan(run.test_accuracy) else f"test accuracy {100 * run.test_accuracy:.2f} %; "
-    print(f"{accuracy}weights in {run.weights_file}; results in {run.folder}")
+    if run.rank == 0:
+        print(f"{accuracy}weights in {run.weights_file}; results in {run.folder}")
 
 
 if __name__ == "__main__":

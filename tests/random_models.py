@@ -18,8 +18,6 @@ from torch.utils.checkpoint import checkpoint
 FEATURES, WIDTH, CLASSES = 6, 5, 3
 DOUBLE = torch.float64
 """The run's type. Memory that a part shares or expands has it from the start: a cast would give each its own."""
-SERVERS = ("param_server", "sharded_param_server", "param_server_bounded", "param_server_backup")
-"""Strategies that give parameters other memory."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,6 @@ class Part:
     """The name by which it is refused, where it is."""
     refused_alone: bool = True
     """Whether it is refused in a run of one process too."""
-    refused_by: tuple[str, ...] = ()
-    """The strategies that refuse it; empty for all."""
     counts_forwards: bool = False
     """Whether it depends on how often forward is called, which micro-batches change."""
     not_under: tuple[str, ...] = ()
@@ -148,6 +144,13 @@ def _alias(model: Mixed) -> None:
     model.register_buffer("glance", model.seen.bias.data)
 
 
+def _array(model: Mixed) -> None:
+    """Seen by NumPy, which a function holds."""
+    model.shown = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+    array = model.shown.bias.detach().numpy()
+    model.reading = lambda: array
+
+
 def _late(model: Mixed, h: Tensor) -> Tensor:
     if model.late is None:
         model.late = nn.Linear(WIDTH, WIDTH).to(h)
@@ -244,8 +247,9 @@ PARTS: dict[str, Part] = {
     "extra state": Part(_put(scaled=Scaled), lambda model, h: model.scaled(h)),
     "spectral norm": Part(_spectral, lambda model, h: torch.tanh(model.spectral(h)), counts_forwards=True),
     "writes in place": Part(lambda model: None, lambda model, h: h.clone().mul_(0.5)),
-    "a buffer over a parameter": Part(
-        _alias, lambda model, h: torch.tanh(model.seen(h)) + model.glance, refused="glance", refused_by=SERVERS
+    "a buffer over a parameter": Part(_alias, lambda model, h: torch.tanh(model.seen(h)) + model.glance),
+    "an array over a parameter": Part(
+        _array, lambda model, h: torch.tanh(model.shown(h)) + torch.from_numpy(model.reading().copy())
     ),
     "clamped data": Part(
         _put(clipped=lambda: nn.Linear(WIDTH, WIDTH)), _clamp_data, refused="clipped.weight", refused_alone=False
@@ -300,9 +304,7 @@ class Trial:
         return [
             part.refused
             for part in map(PARTS.__getitem__, self.parts)
-            if part.refused is not None
-            and (part.refused_alone or not alone)
-            and (not part.refused_by or self.strategy in part.refused_by)
+            if part.refused is not None and (part.refused_alone or not alone)
         ]
 
     def make_model(self) -> nn.Module:

@@ -19,7 +19,7 @@ from torch_parallel.workloads.workload import Workload
 
 @dataclass(frozen=True)
 class Trapped(Classification):
-    """At the third batch the `caught` ranks run `statement`."""
+    """From the third batch on, those of a trial among them, the `caught` ranks run `statement`."""
 
     statement: str = "pass"
     caught: tuple[int, ...] = (1,)
@@ -27,7 +27,7 @@ class Trapped(Classification):
 
     def prepare(self, batch: Tree, dtype: torch.dtype) -> Tree:
         self.seen[0].append(count(batch))
-        if len(self.seen[0]) == 3 and dist.get_rank() in self.caught:
+        if len(self.seen[0]) >= 3 and dist.get_rank() in self.caught:
             exec(self.statement, {"os": os, "sys": sys})
         return super().prepare(batch, dtype)
 

@@ -17,12 +17,14 @@ from torch_parallel.workloads import load_dataset
 builtin = pytest.mark.parametrize("strategy", list(BUILTIN))
 
 
-def trained(folder: Path, strategy: str, n: int, make_model: Any = None, **options: Any) -> dict[str, Tensor]:
+def trained(
+    folder: Path, strategy: str, n: int, make_model: Any = None, epochs: int = 1, **options: Any
+) -> dict[str, Tensor]:
     config = RunConfig(
         strategy=strategy,
         n_gpus=n,
         dataset="digits",
-        epochs=1,
+        epochs=epochs,
         dtype="float64",
         device="cpu",
         results_dir=str(folder),
@@ -31,6 +33,7 @@ def trained(folder: Path, strategy: str, n: int, make_model: Any = None, **optio
     return train(config, make_model=make_model, verbose=False).weights
 
 
+@pytest.mark.exhaustive
 @builtin
 @pytest.mark.parametrize(
     "options",
@@ -102,3 +105,29 @@ def test_ddp_takes_unused_parameters_but_with_accumulation_says_what_would_help(
     assert torch.equal(trained(tmp_path, "ddp", 2, **options)["unused.weight"], before)
     with pytest.raises(WorkerFailure, match="leave --accumulate out, freeze what is not used, or take another"):
         trained(tmp_path, "ddp", 2, **options, accumulate=2)
+
+
+class NeedsSamples(nn.Module):
+    """Takes no empty batch, as many transformers do not, and draws, and keeps count of samples in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(64, 10), nn.Dropout(0.3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, images: Tensor) -> Tensor:
+        if not len(images):
+            raise RuntimeError("cannot reshape a tensor of 0 elements")
+        if self.training:
+            self.seen += len(images)
+        return self.layer(self.dropout(images.flatten(1)))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_ddp_gives_no_rank_an_empty_batch_and_trains_as_the_ring(accumulate: int, tmp_path: Path) -> None:
+    """Steps of 5, 5 and 1 samples on three workers: in the last one two have none, and draw nothing."""
+    options: dict[str, Any] = {"train_size": 11, "batch_size": 5, "make_model": NeedsSamples, "accumulate": accumulate}
+    ring, ddp = (trained(tmp_path, name, 3, epochs=3, **options) for name in ("ring_all_reduce", "ddp"))
+    for name, value in ring.items():
+        assert torch.linalg.vector_norm(ddp[name] - value) <= 1e-12 * torch.linalg.vector_norm(value), name
+    assert float(ddp["seen"]) == 3 * (2 + 2 + 1)  # of the first worker

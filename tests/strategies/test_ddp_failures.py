@@ -272,3 +272,25 @@ def test_saving_testing_and_compiling_may_take_longer_than_the_deadline(
     trained = train(config, make_model=Slow, verbose=False, worker_function=slow_worker)
     assert len(trained.history) == 1
     assert len(list(Path(trained.folder, "checkpoints").glob("*.pt"))) == 2  # after 2 of 3 steps, and at the end
+
+
+class UsedIn(nn.Module):
+    """A part of it is used in these forwards alone, counted from 1."""
+
+    def __init__(self, forwards: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layer, self.part = nn.Linear(64, 10), nn.Linear(10, 10)
+        self.used_in, self.forwards = forwards, 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.forwards += 1
+        logits: Tensor = self.layer(images.flatten(1))
+        return self.part(logits) if self.forwards in self.used_in else logits
+
+
+@pytest.mark.parametrize("forwards", [(1,), (2,), (1, 3), tuple(range(2, 99))])
+def test_a_graph_that_changes_is_told_in_one_line(tmp_path: Path, forwards: tuple[int, ...]) -> None:
+    failure = failure_of(tmp_path, partial(UsedIn, forwards))
+    assert re.match(r"rank \d failed: UnsupportedModel: DistributedDataParallel takes the graph of ", str(failure))
+    assert str(failure).splitlines()[0].endswith("others: take another --strategy")
+    assert "Traceback" not in str(failure)

@@ -22,6 +22,7 @@ from torch_parallel.transport.buffer import SharedBuffer
 GPUS = torch.cuda.device_count()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("name", ["ring_all_reduce", "one_shot_all_reduce", "two_shot_in_place", "param_server"])
 def test_exchanging_during_backward_changes_no_bit(name: str, micro_batches: int) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +16,17 @@ from torch_parallel import WorkerFailure, launch
 from torch_parallel.collectives import RING_ALL_REDUCE, register
 from torch_parallel.collectives.registry import RegistryError
 from torch_parallel.communicator import Communicator
-from torch_parallel.gradients.layout import as_bytes, lies_over_itself, overlap, without_gaps, written_once
+from torch_parallel.gradients.layout import (
+    as_bytes,
+    lies_over_itself,
+    overlap,
+    read_by_others,
+    without_gaps,
+    written_once,
+)
 from torch_parallel.strategies import FROM_SCRATCH, STRATEGIES
 from torch_parallel.strategies.model_check import UnsupportedModel, check_model
-from torch_parallel.strategies.replicas import broadcast_all
+from torch_parallel.strategies.replicas import broadcast_all, extra_state
 
 KINDS = ("ring_all_reduce", "two_shot_in_place", "all_reduce", "param_server", "sharded_param_server")
 
@@ -85,28 +95,196 @@ def test_bytes_come_in_the_order_of_indices(tensor: Tensor) -> None:
 # ---- what is refused, and what is compared ----
 
 
+@dataclass
+class Box:
+    inside: Any
+
+
+def reader(holder: str, weight: Tensor) -> Callable[[], Tensor]:
+    """Holds the memory of `weight`, [2, 2], in some way, and gives what reads the first row there."""
+    view = weight.detach()
+    if holder == "a NumPy array":
+        array = view.numpy()
+        return lambda: torch.from_numpy(array[0].copy())
+    if holder == "a dataclass":
+        box = Box(Box(view))
+        return lambda: box.inside.inside[0]
+    if holder == "deep lists":
+        deep = [[[[[view]]]]]
+        return lambda: deep[0][0][0][0][0][0]
+    row = {"a view": view[0], "its data": weight.data[0]}[holder]
+    return lambda: row
+
+
+HOLDERS = ("a view", "its data", "a dataclass", "deep lists", "a NumPy array")
+
+
 class Kept(nn.Module):
-    """Keeps views of its parameter, in an attribute and in a list within a dict."""
+    """Adds to its output what it reads behind the parameter's back."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, holder: str) -> None:
         super().__init__()
-        self.layer = nn.Linear(2, 2)
-        view = self.layer.weight.detach()[0]
-        setattr(self, where, view if where == "view" else {"views": [view]})
+        torch.manual_seed(0)
+        self.layer = nn.Linear(2, 2, dtype=torch.float64)
+        if holder == "made of NumPy":
+            table = self.layer.weight.detach().numpy().copy()
+            self.layer.weight = nn.Parameter(torch.from_numpy(table))
+            self.read = lambda: torch.from_numpy(table[0].copy())
+        else:
+            self.read = reader(holder, self.layer.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (1 + self.read())
 
 
-@pytest.mark.parametrize("where", ["view", "kept"])
-def test_a_view_of_a_parameter_is_found_where_parameters_move(where: str) -> None:
-    check_model(Kept(where), alone=False, in_process_group=False, moves=None)
-    with pytest.raises(
-        UnsupportedModel, match=rf"attribute {where} shares memory with parameter layer.weight, and Some"
-    ):
-        check_model(Kept(where), alone=False, in_process_group=False, moves="Some")
+@pytest.mark.parametrize("name", ["param_server", "sharded_param_server", "param_server_bounded", "ring_all_reduce"])
+def test_what_else_holds_the_memory_of_a_parameter_sees_every_update(name: str) -> None:
+    holders = [*HOLDERS, "made of NumPy"]
+    x = torch.linspace(-1, 1, 8, dtype=torch.float64).view(4, 2)
+
+    def work(communicator: Communicator) -> list[list[float]]:
+        index, count = communicator.worker_index, communicator.worker_count
+        share = slice(0, 0) if index is None else slice(4 * index // count, 4 * (index + 1) // count)
+        weights = []
+        for holder in holders:
+            model = Kept(holder)
+            strategy = STRATEGIES[name](model, sgd, communicator)
+            for _ in range(3):
+                strategy.begin_step()
+                if index is not None:
+                    ((model(x[share]) - 1) ** 2).sum().div(4).backward()
+                strategy.step()
+            weights.append([*model.layer.weight.flatten().tolist(), *model.read().tolist()])
+        return weights
+
+    servers = STRATEGIES[name].server_count
+    by_rank = launch(work, 2 + servers, server_count=servers, deadline_s=20)
+    for place, holder in enumerate(holders):
+        model = Kept(holder)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            ((model(x) - 1) ** 2).sum().div(4).backward()
+            optimizer.step()
+        expected = [*model.layer.weight.flatten().tolist(), *model.layer.weight[0].tolist()]
+        for rank in by_rank:
+            assert rank[place] == pytest.approx(expected, rel=1e-12), holder
 
 
-def test_a_recurrent_layer_is_none_of_these() -> None:
-    """It keeps its parameters in lists of its own, and on GPUs in one memory."""
-    check_model(nn.LSTM(3, 4, num_layers=2), alone=False, in_process_group=False, moves="Some")
+class ReadEarlier(nn.Module):
+    """Its first layer's gradient needs the second one's weight, of which it holds the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(2, 2, dtype=torch.float64), nn.Linear(2, 2, dtype=torch.float64)
+        self.register_buffer("seen", self.second.weight.data, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)) @ self.seen)
+
+
+def trained(
+    communicator: Communicator, names: list[str], make: Callable[[], nn.Module], between: bool, **options: Any
+) -> list[float]:
+    """The parameters after three steps under each of the strategies, one after the other; all ranks change the model
+    between two steps, if asked to."""
+    x = torch.linspace(-1, 1, 8, dtype=torch.float64).view(4, 2)
+    index, count = communicator.worker_index, communicator.worker_count
+    share = slice(0, 0) if index is None else slice(4 * index // count, 4 * (index + 1) // count)
+    model = make()
+    for name in names:
+        strategy = STRATEGIES[name](model, sgd, communicator, **options)
+        for _ in range(3):
+            strategy.begin_step()
+            if index is not None:
+                with strategy.synchronising(last=True):
+                    ((model(x[share]) - 1) ** 2).sum().div(4).backward()
+            strategy.step()
+            if between:
+                _halve(model)
+    return torch.cat([each.detach().flatten() for each in model.parameters()]).tolist()
+
+
+def _halve(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def in_one_process(make: Callable[[], nn.Module], steps: int, between: bool) -> list[float]:
+    x = torch.linspace(-1, 1, 8, dtype=torch.float64).view(4, 2)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        ((model(x) - 1) ** 2).sum().div(4).backward()
+        optimizer.step()
+        if between:
+            _halve(model)
+    return torch.cat([each.detach().flatten() for each in model.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("name", ["ring_all_reduce", "param_server"])
+def test_with_overlap_nothing_is_updated_that_backward_yet_reads(name: str) -> None:
+    servers = STRATEGIES[name].server_count
+    work = partial(trained, names=[name], make=ReadEarlier, between=False, overlap=True, bucket_bytes=16)
+    for rank in launch(work, 2 + servers, server_count=servers, deadline_s=20):
+        assert rank == pytest.approx(in_one_process(ReadEarlier, 3, between=False), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["sharded_param_server", "param_server", "ring_all_reduce"])
+def test_what_all_ranks_write_between_two_steps_stays(name: str) -> None:
+    seeded = partial(Kept, "a view")  # so parameters lie apart; where they are in common, one rank may write them
+    servers = STRATEGIES[name].server_count
+    work = partial(trained, names=[name], make=seeded, between=True)
+    by_rank = launch(work, 2 + servers, server_count=servers, deadline_s=20)
+    for rank in by_rank[: 1 if servers else None]:  # a worker's last write is its own, until the server answers
+        assert rank == pytest.approx(in_one_process(seeded, 3, between=True), rel=1e-12)
+
+
+@pytest.mark.parametrize("second", ["ring_all_reduce", "two_shot_in_place", "sharded_param_server"])
+def test_a_model_may_have_another_strategy_afterwards(second: str) -> None:
+    """The first one has given all ranks' parameters one memory."""
+
+    def seeded() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(2, 2, dtype=torch.float64)
+
+    work = partial(trained, names=["sharded_param_server", second], make=seeded, between=False)
+    for rank in launch(work, 2, deadline_s=20):
+        assert rank == pytest.approx(in_one_process(seeded, 6, between=False), rel=1e-12)
+
+
+@pytest.mark.parametrize("holder", ["table", "array"])
+def test_what_else_holds_memory_with_gaps_is_refused(holder: str) -> None:
+    table = torch.ones(2, 4)
+    model = nn.Module()
+    model.columns = nn.Parameter((torch.from_numpy(table.numpy()) if holder == "array" else table)[:, :2])
+    with pytest.raises(UnsupportedModel, match=r"parameter columns has gaps .*: make the parameter of a .clone"):
+        check_model(model, alone=False, in_process_group=False)
+    model.columns = nn.Parameter(table.clone()[:, :2])
+    check_model(model, alone=False, in_process_group=False)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(3, 3),
+        lambda: nn.LSTM(3, 4, num_layers=2),
+        lambda: nn.TransformerEncoderLayer(4, 2),
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+        lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).to(memory_format=torch.channels_last),
+    ],
+)
+def test_nobody_else_holds_the_memory_of_ordinary_models(make: Callable[[], nn.Module]) -> None:
+    """So a server moves their parameters, and nothing is copied in a step."""
+    model = make()
+    assert read_by_others(model.parameters()) == set()
+    kept = next(model.parameters()).detach()
+    assert read_by_others(model.parameters()) == {id(next(model.parameters()))}
+    del kept
+    assert read_by_others(model.parameters()) == set()
 
 
 @pytest.mark.parametrize(
@@ -120,7 +298,7 @@ def test_a_recurrent_layer_is_none_of_these() -> None:
 )
 def test_modules_that_cannot_be_held_are_named(module: nn.Module, words: str) -> None:
     with pytest.raises(UnsupportedModel, match=words):
-        check_model(module, alone=False, in_process_group=False, moves=None)
+        check_model(module, alone=False, in_process_group=False)
 
 
 def otherwise(what: str) -> Callable[[Communicator], None]:
@@ -240,3 +418,23 @@ def test_tensors_of_other_shapes_are_not_summed() -> None:
 def test_the_name_auto_is_taken() -> None:
     with pytest.raises(RegistryError, match="the name auto is taken"):
         register(dataclasses.replace(RING_ALL_REDUCE, name="auto"))
+
+
+def test_tensors_of_inference_mode_are_refused_by_name() -> None:
+    with torch.inference_mode():
+        frozen, buffer = nn.Linear(2, 2), torch.ones(2)
+    trained = nn.Sequential(nn.Linear(2, 2), frozen.requires_grad_(False))
+    with pytest.raises(UnsupportedModel, match=r"parameter 1\.weight was made in inference mode"):
+        check_model(trained, alone=True, in_process_group=False)
+    model = nn.Linear(2, 2)
+    model.register_buffer("scale", buffer)
+    with pytest.raises(UnsupportedModel, match="buffer scale was made in inference mode"):
+        check_model(model, alone=True, in_process_group=False)
+
+
+def test_what_a_module_tells_and_cannot_take_back_is_no_state() -> None:
+    class TellsOnly(nn.Linear):
+        def get_extra_state(self) -> int:
+            return 7
+
+    assert extra_state(TellsOnly(2, 2)) == {}

@@ -79,6 +79,7 @@ every_strategy = pytest.mark.parametrize("name", KINDS)
 overlapping_too = pytest.mark.parametrize("name", KINDS + OVERLAPPING)
 
 
+@pytest.mark.exhaustive
 @overlapping_too
 @pytest.mark.parametrize(
     ("shards", "mean"),
@@ -358,6 +359,7 @@ def test_models_that_differ_between_ranks_are_refused_by_name(name: str) -> None
     assert "set up weight [2, 3]" in str(failure.value)
 
 
+@pytest.mark.exhaustive
 @overlapping_too
 def test_sums_do_not_depend_on_who_comes_first(name: str) -> None:
     """1e8 + 1 - 1e8 + 1 in float32 is 1 or 2, by the order: ranks that sleep at random must not change the bits."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import re
 import resource
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -38,6 +40,11 @@ class Regularised(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         noise = random.random() / 100  # a draw from Python's generator too
         return self.last(self.drop(self.norm(self.frozen(torch.relu(self.first(x.flatten(1))))))) + noise
+
+
+class DrawsInTrainingOnly(Regularised):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.drop(self.norm(self.frozen(torch.relu(self.first(x.flatten(1)))))))
 
 
 def config(folder: Path, strategy: str, workers: int = 2, **more: Any) -> RunConfig:
@@ -89,6 +96,7 @@ def test_going_on_gives_the_same_bits_as_never_stopping(tmp_path: Path, strategy
             assert torch.equal(resumed.weights[name], value), (path, name)
 
 
+@pytest.mark.exhaustive
 @every_strategy
 def test_two_epochs_and_two_more_are_four(tmp_path: Path, strategy: str) -> None:
     whole = run(config(tmp_path, strategy, epochs=4))
@@ -97,6 +105,55 @@ def test_two_epochs_and_two_more_are_four(tmp_path: Path, strategy: str) -> None
     resumed = run(config(tmp_path, strategy, epochs=4, resume=half.folder))
     assert losses(resumed) == losses(whole)
     assert all(torch.equal(resumed.weights[name], value) for name, value in whole.weights.items())
+
+
+@pytest.mark.parametrize("strategy", ["ring_all_reduce", "param_server", "ddp"])
+def test_a_run_that_ended_within_an_epoch_goes_on_there(tmp_path: Path, strategy: str) -> None:
+    """After 3 of 7 steps of the second epoch, and a test there. Their loss is a mean that is taken apart again."""
+    whole = run(config(tmp_path, strategy, epochs=2), DrawsInTrainingOnly)
+    part = run(config(tmp_path, strategy, max_steps=10, checkpoint_every=1000), DrawsInTrainingOnly)
+    assert [each["steps"] for each in part.history] == [7, 3]
+    resumed = run(config(tmp_path, strategy, epochs=2, resume=part.folder), DrawsInTrainingOnly)
+    assert [each["steps"] for each in resumed.history] == [7, 7]
+    assert numpy.allclose(losses(resumed), losses(whole), rtol=1e-12, atol=0)
+    assert all(torch.equal(resumed.weights[name], value) for name, value in whole.weights.items())
+
+
+class Growing(nn.Module):
+    """Its buffer has another shape after every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(64, 10)
+        self.register_buffer("seen", torch.zeros(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)
+        if self.training:
+            self.seen = torch.cat([self.seen, x[:1, 20:23].detach()])
+        return self.last(x)
+
+
+def test_a_buffer_that_has_grown_is_taken_up(tmp_path: Path) -> None:
+    whole = run(config(tmp_path, "ring_all_reduce", epochs=2), Growing)
+    half = run(config(tmp_path, "ring_all_reduce", epochs=1, checkpoint_every=1000), Growing)
+    resumed = run(config(tmp_path, "ring_all_reduce", epochs=2, resume=half.folder), Growing)
+    assert half.weights["seen"].shape == (7, 3) and whole.weights["seen"].shape == (14, 3)
+    assert all(torch.equal(resumed.weights[name], value) for name, value in whole.weights.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_steps": 3}, "it has made 3 steps; give --max_steps of more"),
+        ({"max_steps": 2}, "it has made 3 steps; give --max_steps of more"),
+        ({"max_steps": 9, "batch_size": 8}, "its steps had 16 samples, those of this run have 8; give the batch"),
+    ],
+)
+def test_steps_at_most_count_those_of_the_run_before(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    part = run(config(tmp_path, "ring_all_reduce", workers=1, max_steps=3, checkpoint_every=2))
+    with pytest.raises(checkpoint.CheckpointError, match=re.escape(said)):
+        run(dataclasses.replace(config(tmp_path, "ring_all_reduce", workers=1, resume=part.folder), **options))
 
 
 @pytest.mark.exhaustive
@@ -143,7 +200,7 @@ def test_the_file_is_plain_and_of_the_bare_model(tmp_path: Path) -> None:
     trainable = [name for name, parameter in bare.named_parameters() if parameter.requires_grad]
     assert sorted(content["optimizer"]) == sorted(trainable)
     assert content["config"] == dataclasses.asdict(
-        config(tmp_path, "param_server", epochs=1, checkpoint_every=7, test_size=360).on_dataset("digits")
+        config(tmp_path, "param_server", epochs=1, checkpoint_every=7, test_size=360).resolved("digits", 104, 360)
     )
 
 

@@ -17,6 +17,7 @@ import torch
 import train
 from torch_parallel.command_line import run_command
 from torch_parallel.strategies import STRATEGIES
+from torch_parallel.training import emulation
 from torch_parallel.training.config import CONTROL_FLAGS, ConfigError, RunConfig, command_line_parser
 from torch_parallel.training.optimizers import OPTIMIZERS
 from torch_parallel.training.schedule import SCHEDULES
@@ -106,8 +107,9 @@ def test_defaults() -> None:
         by_default = [parse("--optimizer", name) for name in ("sgd", "adam", "adamw")]
         assert [config.learning_rate_on(dataset) for config in by_default] == rates
     assert parse("--optimizer", "adam", "--lr", "0").learning_rate_on("digits") == 0
-    given = config.on_dataset("digits")
-    assert (given.epochs, given.batch_size, given.lr) == (10, 16, 0.004) and given.on_dataset("mnist") == given
+    given = config.resolved("digits", 100, 50)
+    assert (given.epochs, given.batch_size, given.lr, given.train_size, given.test_size) == (10, 16, 0.004, 100, 50)
+    assert given.resolved("mnist", 100, 50) == given
 
 
 def test_values_arrive_with_their_types() -> None:
@@ -338,3 +340,91 @@ def test_a_control_takes_what_its_help_lists_and_no_more(capsys: pytest.CaptureF
 def test_a_flag_that_is_on_or_off_is_told_as_it_was_given() -> None:
     with pytest.raises(ConfigError, match=r"^--overlap: ddp does not take it"):
         RunConfig(strategy="ddp", overlap=True)
+
+
+def test_a_batch_for_each_worker_makes_the_whole_batch_and_the_rate_grow_with_them() -> None:
+    two, three = (parse("--per_gpu_batch", "4", "--n_gpus", n).resolved("mnist", 100, 10) for n in ("2", "3"))
+    assert (two.batch_size, three.batch_size, two.lr, three.lr) == (8, 12, 0.02, 0.02)
+    served = parse("--per_gpu_batch", "4", "--n_gpus", "3", "--strategy", "param_server", "--scale_lr", "--lr", "0.1")
+    assert (served.resolved("mnist", 100, 10).batch_size, served.resolved("mnist", 100, 10).lr) == (8, 0.2)
+    assert served.resolved("mnist", 100, 10).resolved("mnist", 100, 10) == served.resolved("mnist", 100, 10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes"),
+    [
+        (["--max_steps", "7"], [100, 90]),
+        (["--max_steps", "8"], [100, 100]),
+        (["--max_steps", "1"], [30]),
+        (["--max_steps", "9"], [100, 100, 30]),
+        (["--max_steps", "7", "--epochs", "1"], [100]),
+        (["--max_steps", "2", "--epochs", "9"], [60]),
+        (["--epochs", "2"], [100, 100]),
+    ],
+)
+def test_a_run_ends_after_so_many_steps_or_epochs(arguments: list[str], sizes: list[int]) -> None:
+    """Steps of 30, 30, 30 and 10 samples an epoch."""
+    config = parse("--batch_size", "30", *arguments).resolved("mnist", 100, 10)
+    assert config.epoch_sizes(100) == sizes and config.epochs == len(sizes)
+
+
+@pytest.mark.parametrize(
+    ("setup", "strategy", "meant"),
+    [
+        ("2_3", "ring_all_reduce", (6, 2, 3, "10gbit", "50us")),
+        ("2_3", "param_server", (7, 2, 3, "10gbit", "50us")),
+        ("1_4", "ring_all_reduce", (4, None, None, None, None)),
+        ("2_1", "ring_all_reduce", (2, 2, 1, "10gbit", "50us")),
+    ],
+)
+def test_a_set_up_is_short_for_nodes_workers_and_links(setup: str, strategy: str, meant: tuple[object, ...]) -> None:
+    config = parse("--setup", setup, "--strategy", strategy)
+    assert (config.n_gpus, config.nodes, config.workers_per_node, config.link, config.latency) == meant
+    assert dataclasses.replace(config) == config
+
+
+def test_links_of_one_node_lie_between_no_workers() -> None:
+    topology = emulation.topology(parse("--setup", "1_3", "--link", "1gbit"))
+    assert topology is not None and topology.node_of == (0, 0, 0)
+    served = emulation.topology(parse("--setup", "1_3", "--latency", "1ms", "--strategy", "param_server"))
+    assert served is not None and served.node_of == (0, 1, 1, 1)
+
+
+def test_a_set_up_takes_links_that_are_given() -> None:
+    config = parse("--setup", "2_1", "--latency", "5ms")
+    assert (config.link, config.latency) == (None, "5ms")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--setup", "2x2"], "--setup 2x2: it must be nodes and workers of each"),
+        (["--setup", "0_2"], "--setup 0_2: it must be nodes and workers of each"),
+        (["--setup", "2_2", "--n_gpus", "3"], "--n_gpus 3: --setup 2_2 says how many there are"),
+        (["--setup", "1_2", "--nodes", "2", "--link", "1gbit"], "--nodes 2: --setup 1_2 says how many there are"),
+        (["--per_gpu_batch", "4", "--batch_size", "8"], "--per_gpu_batch 4: it is what each worker gets"),
+        (["--per_gpu_batch", "0"], "--per_gpu_batch 0: at least 1"),
+        (["--scale_lr"], "--scale_lr: the batch, and so the rate that it takes"),
+        (["--max_steps", "0"], "--max_steps 0: at least 1 step"),
+        (
+            ["--setup", "2_1", "--strategy", "all_reduce"],
+            "--setup 2_1: between its nodes are emulated links",
+        ),
+        (
+            ["--setup", "2_2", "--strategy", "ddp"],
+            "--setup 2_2: between its nodes are emulated links",
+        ),
+        (["--setup", "99999999_1"], "--setup 99999999_1: these are 99999999 processes; at most 10000"),
+        (["--model", "cnn", "--length", "32"], "--length 32: cnn takes images"),
+        (
+            ["--model", "bert", "--pretrained", "x", "--model_size", "tiny"],
+            "--model_size tiny: the trained weights",
+        ),
+    ],
+)
+def test_what_a_set_up_or_a_batch_cannot_be_is_told(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(*arguments)
+    assert said in capsys.readouterr().err

@@ -17,8 +17,9 @@ from torch_parallel.status import StatusBoard
 from torch_parallel.training import display as module
 from torch_parallel.training.config import RunConfig
 from torch_parallel.training.display import Display
-from torch_parallel.training.record import Epoch, RankEpoch, Saved
+from torch_parallel.training.record import Epoch, RankEpoch, Saved, Started
 from torch_parallel.workloads import Dataset
+from torch_parallel.workloads.workload import Workload
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +33,9 @@ def display(
 ) -> Display:
     targets = torch.zeros(train_size, dtype=torch.int64)
     dataset = Dataset("small", targets, targets, targets, targets, 2, (), (), "this test")
-    config = RunConfig(**{"n_gpus": 2, "epochs": 3, "train_size": train_size, **options})
-    return Display(config, dataset.samples, RunFolder(str(tmp_path), "x"), "net", device, verbose)
+    config = RunConfig(**{"n_gpus": 2, "epochs": 3, **options}).resolved("small", train_size, train_size)
+    workload = Workload(torch.nn.Identity, dataset.task, dataset.samples, "net")
+    return Display(config, workload, RunFolder(str(tmp_path), "x"), device, verbose)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,17 @@ def an_epoch(**more: Any) -> Epoch:
         RankEpoch(2.0, 0.25, 4.0, 0.0, [4.0, 0.0, 0.0], [4, 0, 0]),
     ]
     values = {"epoch": 2, "steps": 5, "train_loss": 0.12345, "test_loss": 0.5, "test_accuracy": 0.98765}
-    return Epoch(**{**values, "train_s": 9.0, "samples_per_s": 12345.6, "skipped_steps": 0, "ranks": ranks, **more})
+    return Epoch(
+        **{
+            **values,
+            "train_s": 9.0,
+            "samples_per_s": 12345.6,
+            "skipped_steps": 0,
+            "ranks": ranks,
+            "test_s": 1.0,
+            **more,
+        }
+    )
 
 
 def test_one_line_an_epoch_with_the_mean_over_the_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,3 +197,20 @@ def test_no_output_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     shown.introduce(["the device"])
     shown.message(1, an_epoch())
     assert (shown.folder.path / "runs.csv").exists()
+
+
+def test_the_part_of_the_gpus_peak_is_operations_a_second_over_what_all_of_them_can_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two A100, 19.5 T in float32: 195 G operations a sample and 100 samples a second are one half of it."""
+    monkeypatch.setattr(module, "card_names", lambda: ["NVIDIA A100-SXM4-40GB"] * 3)
+    shown = display(tmp_path, verbose=False)
+    shown.message(0, Started(0, [], True, 195e9, "full"))
+    ranks = [RankEpoch(exchanged_part=0.25, waited_part=0.125), RankEpoch(exchanged_part=0.25)]
+    shown.message(0, an_epoch(train_s=2.0, samples_per_s=100.0, test_s=4.0, ranks=ranks))
+    with open(tmp_path.joinpath(shown.folder.path, "runs.csv"), newline="", encoding="utf-8") as file:
+        row, other = csv.DictReader(file)
+    assert (row["exchanged_part"], row["waited_part"], other["waited_part"]) == ("0.25", "0.125", "")
+    assert float(row["flop_utilisation"]) == pytest.approx(0.5)
+    assert float(row["test_samples_per_s"]) == 25.0 and row["tokens_per_s"] == ""
+    assert (row["setup"], row["per_gpu_batch"], row["nodes"]) == ("1_2", "32", "1")

@@ -224,7 +224,7 @@ def prefetching(communicator: Any, job: Any) -> dict[str, Any]:
     trainer = loop.Trainer(communicator, job)
     device, (samples, _) = communicator.device, job.samples(communicator.shared)
     trainer.feeder = fed = Counting(samples, device, CopyStream(device) if device.type == "cuda" else PromptCopies())
-    first_step, epochs = trainer.steps_done, trainer.epochs - len(trainer.history)
+    first_step, epochs = trainer.steps_done, len(trainer.epoch_sizes) - len(trainer.history)
     result = trainer.run()
     foretold = trainer.steps_done - first_step - epochs if trainer.strategy.knows_next_share else 0
     assert fed.hits == foretold, f"{fed.hits} steps of {foretold} were fetched ahead"
@@ -259,6 +259,7 @@ def assert_same_bits(trained: TrainingRun, reference: TrainingRun) -> None:
         assert torch.equal(trained.weights[name], value), name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("strategy", "n", "options"),
     [

@@ -142,3 +142,16 @@ def test_check_replicas_finds_a_drift_at_the_next_check(tmp_path: Path) -> None:
 
     with pytest.raises(WorkerFailure, match=r"parameter bias is not the same on all ranks: .* in step 2 of epoch 2"):
         run(tmp_path, "ring_all_reduce", eight_samples(), worker_function=drift, check_replicas=3)
+
+
+@every_strategy
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_sample_that_is_nan_is_named(tmp_path: Path, strategy: str, overlap: bool) -> None:
+    """And not the gradient alone, of which nobody could tell where it comes from."""
+    options = {"overlap": True} if overlap and "overlap" in FROM_SCRATCH[strategy].options else {}
+    with pytest.raises(WorkerFailure) as raised:
+        run(tmp_path, strategy, eight_samples(bad=5), **options)
+    headline = str(raised.value).splitlines()[0]
+    assert "the gradient of " in headline
+    remedy = "mend the data or leave it out, or take --not_finite skip"
+    assert headline.endswith(f"; sample 5 of the 8 that are trained on, in inputs, is NaN: {remedy}")

@@ -132,7 +132,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"link": "1gbit", "nodes": 3}, "--link 1gbit --nodes 3: 4 workers do not fill 3 nodes equally"),
     ({"link": "1gbit", "nodes": 2, "nics": 3}, "3 NICs a node"),
     ({"link": "1gbit", "nodes": 0}, "--nodes 0: at least 1 node"),
-    ({"nodes": 2}, "--nodes 2: nodes differ by the links between them: give --link or --latency too"),
+    ({"nodes": 2, "strategy": "ddp"}, "--nodes 2: ddp exchanges by torch's own means, which know no emulated links"),
+    (
+        {"nodes": 2, "strategy": "two_shot_in_place"},
+        "--nodes 2: two_shot_in_place needs memory that all workers have in common, which links have not",
+    ),
     ({"link": "1gbit", "nics": 2}, "--nics 2: .* give --nodes too"),
     ({"link": "1gbit", "workers_per_node": 2}, "--workers_per_node 2: .* give --nodes too"),
     ({"link": "1gbit", "nodes": 2, "workers_per_node": 3}, "--n_gpus 4: .* are 6 processes"),

@@ -63,7 +63,13 @@ def each_step(strategy: str) -> dict[tuple[int, str], int]:
         return {(rank, lane): 1 for rank in both for lane in ("reduce", "send")}
     if strategy in ("all_gather_average", "gather_scatter"):  # each copies the other's buffer, or rank 1 the sum
         return {(rank, lane): 1 for rank in both for lane in ("copy", "send")}
-    if strategy in ("tree_all_reduce", "reduce_broadcast"):  # rank 0 adds, rank 1 copies the sum
+    if strategy == "hierarchical_multi_nic":  # both halves, and each says once, in no bytes, that it has read
+        return {(rank, lane): count for rank in both for lane, count in (("copy", 2), ("reduce", 1), ("send", 3))}
+    if strategy in (
+        "tree_all_reduce",
+        "reduce_broadcast",
+        "hierarchical_leaders",
+    ):  # rank 0 adds, rank 1 copies the sum
         return {(0, "reduce"): 1, (0, "send"): 1, (1, "send"): 1, (1, "copy"): 1}
     # half of the buffer is added and the other half copied, or waited for where the result is common
     return {(rank, lane): count for rank in both for lane, count in (("copy", 1), ("reduce", 1), ("send", 2))}

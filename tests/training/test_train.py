@@ -426,6 +426,7 @@ def test_draws_differ_between_workers_and_repeat_in_the_next_run(
     assert first == again
 
 
+@pytest.mark.exhaustive
 @from_scratch
 def test_all_start_from_the_same_weights_even_if_each_seeds_itself(
     strategy: str, probe: Callable[..., list[dict[str, Any]]]
@@ -445,6 +446,7 @@ def test_the_generators_of_the_calling_process_are_left_alone(run: Callable[...,
 # Failing.
 
 
+@pytest.mark.exhaustive
 @from_scratch
 def test_a_nan_stops_all_and_is_located(strategy: str, run: Callable[..., TrainingRun], tmp_path: Path) -> None:
     """Sample 7 of the third batch of the second epoch lies in the second of two shards of eight, four each."""

@@ -407,13 +407,14 @@ def test_scripted_models_and_rare_types_train(strategy: str, run: Callable[..., 
     class Rare(nn.Linear):
         def __init__(self) -> None:
             super().__init__(6, 3)
-            for name in ("uint16", "uint64", "float8_e4m3fn", "float8_e5m2"):
+            for name in ("uint16", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"):
                 self.register_buffer(name, torch.ones(2, 2).to(getattr(torch, name)))
 
     weights = run(strategy, Rare, checkpoint_every=2).weights
     assert [str(value.dtype) for value in weights.values()][2:] == [
-        *("torch.uint16", "torch.uint64", "torch.float8_e4m3fn", "torch.float8_e5m2")
+        *("torch.uint16", "torch.uint64", "torch.float8_e4m3fn", "torch.float8_e5m2", "torch.float8_e8m0fnu")
     ]
+    assert weights["float8_e8m0fnu"].float().tolist() == [[1.0, 1.0]] * 2
 
 
 def test_a_checkpoint_that_could_not_be_resumed_is_refused_before(run: Callable[..., TrainingRun]) -> None:

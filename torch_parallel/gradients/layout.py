@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, MutableMapping
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.weak import WeakTensorKeyDictionary
 
 NamedParameters = list[tuple[str, Parameter]]
 
@@ -92,6 +95,44 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     # columns of one table, say: marked byte by byte, which is exact
     start, stop = min(first.start, second.start), max(first.stop, second.stop)
     return bool((_marks(one, start, stop) & _marks(other, start, stop)).any())
+
+
+_IN_COMMON: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+"""Where a strategy has moved a parameter to, by its address, in memory that other ranks reach."""
+
+
+def move_to_common(parameter: Parameter, memory: Tensor) -> None:
+    """Gives the parameter this memory, of its shape, which other ranks reach."""
+    parameter.data = memory
+    _IN_COMMON[parameter] = memory.data_ptr()
+
+
+def take_out_of_common(parameters: Iterable[Parameter]) -> None:
+    """Gives parameters that an earlier strategy has moved memory of this rank's own: another one may write them."""
+    for parameter in parameters:
+        place = _IN_COMMON.pop(parameter, None)
+        if place is not None and place == parameter.data_ptr():
+            parameter.data = parameter.detach().clone()
+
+
+def read_by_others(tensors: Iterable[Tensor]) -> set[int]:
+    """The ids of those whose memory something else holds too: a view that was kept, a NumPy array, another process.
+
+    What holds it would not see other memory that the tensor is given. Where it cannot be told, it is taken for so.
+    """
+    distinct = {id(tensor): tensor for tensor in tensors if tensor.layout == torch.strided}
+    here = Counter(tensor.untyped_storage().data_ptr() for tensor in distinct.values())
+    return {key for key, tensor in distinct.items() if _holders(tensor) > here[tensor.untyped_storage().data_ptr()]}
+
+
+def _holders(tensor: Tensor) -> float:
+    """How many tensors hold its memory; infinity for memory that torch did not allocate, and of a torch that does not
+    count."""
+    storage = tensor.untyped_storage()
+    count = getattr(torch._C, "_storage_Use_Count", None)  # not public, but all that tells it
+    if count is None or not storage.resizable():
+        return math.inf
+    return int(count(storage._cdata)) - 1  # `storage` itself
 
 
 def _range(tensor: Tensor) -> range:

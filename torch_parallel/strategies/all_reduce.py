@@ -6,15 +6,21 @@ strategy for each algorithm of the registry, and one that takes the fastest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
-from torch_parallel.collectives import ALL_REDUCE
+from torch_parallel.collectives import ALL_REDUCE, COLLECTIVES, HIERARCHICAL
 from torch_parallel.collectives.choice import fastest_all_reduce
 from torch_parallel.collectives.schedule import Collective
 from torch_parallel.gradients.buckets import Bucket
+from torch_parallel.gradients.layout import NamedParameters
 from torch_parallel.strategies.from_scratch import FromScratch
 
-SAYS_IT_ALL = ("two_shot_in_place", "reduce_broadcast", "gather_scatter", "all_gather_average")
+SAYS_IT_ALL = (
+    *("two_shot_in_place", "reduce_broadcast", "gather_scatter", "all_gather_average"),
+    *("hierarchical_leaders", "hierarchical_multi_nic", "hierarchical_grouped", "hierarchical_sharded"),
+)
 """Algorithms whose strategies have their names; the others' end in `_all_reduce`."""
 
 
@@ -26,7 +32,8 @@ class AllReduce(FromScratch):
 
     def collective(self, bucket: Bucket) -> Collective:
         """What sums it: the same on all ranks."""
-        return ALL_REDUCE[self.algorithm]
+        own = ALL_REDUCE.get(self.algorithm) or HIERARCHICAL[self.algorithm]
+        return self.communicator.placed(own)
 
     def describe_buckets(self) -> list[dict[str, Any]]:
         described = zip(super().describe_buckets(), self.buckets, strict=True)
@@ -60,18 +67,72 @@ class FastestAllReduce(AllReduce):
         self.transport.agree(f"sum gradients by {', '.join(self.algorithms)}")
 
     def _fastest(self, bucket: Bucket) -> str:
+        if len(set(self.communicator.nodes)) > 1:
+            return "hierarchical_sharded"  # what crosses a card decides, and this sends least over each
         memory = bucket.shared.local
         return fastest_all_reduce(memory.device.type, self.transport.world_size, memory.nbytes)
 
     def collective(self, bucket: Bucket) -> Collective:
-        return ALL_REDUCE[self.algorithms[bucket.index]]
+        return self.communicator.placed(COLLECTIVES[self.algorithms[bucket.index]])
+
+
+class GroupedAllReduce(AllReduce):
+    """Synchronous data-parallel training in which each network card of a node carries a group of whole parameters.
+
+    All gradients of one type lie in one bucket, group after group, and the groups are as equal as parameters allow.
+    """
+
+    options = ()
+    one_bucket = True
+    algorithm = "hierarchical_grouped"
+
+    def _in_order(self, parameters: NamedParameters) -> NamedParameters:
+        return [each for group in self._groups(parameters) for each in group]
+
+    def _groups(self, parameters: NamedParameters) -> list[NamedParameters]:
+        sizes = [parameter.numel() for _, parameter in parameters]
+        collective = self.communicator.placed(COLLECTIVES[self.algorithm])
+        chosen = balanced(sizes, collective.group_count(self.transport.world_size))
+        return [[parameters[index] for index in group] for group in chosen]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for bucket in self.buckets:
+            sizes = [sum(each.numel() for _, each in group) for group in self._groups(bucket.parameters)]
+            sizes[-1] += bucket.shared.local.numel() - bucket.numel  # with the use marks
+            bucket.shared.groups = (0, *accumulate(sizes))
+
+    def describe_buckets(self) -> list[dict[str, Any]]:
+        described = super().describe_buckets()
+        for entry, bucket in zip(described, self.buckets, strict=True):
+            itemsize = bucket.flat.itemsize
+            entry["group_bytes"] = [itemsize * (stop - start) for start, stop in pairwise(bucket.shared.groups)]
+        return described
+
+
+def balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """The places of these sizes in `count` groups of nearly equal sums, in each in order; some groups may be empty.
+
+    The largest that is left goes to the group with the least (Graham, "Bounds on multiprocessing timing anomalies",
+    1969): no group is more than 4/3 of the best largest.
+    """
+    groups: list[list[int]] = [[] for _ in range(count)]
+    sums = [0] * count
+    for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
+        least = sums.index(min(sums))
+        groups[least].append(place)
+        sums[least] += sizes[place]
+    return [sorted(group) for group in groups]
 
 
 def strategy_of(algorithm: str) -> tuple[str, type[AllReduce]]:
     """The strategy over one algorithm, and its name."""
     name = algorithm if algorithm in SAYS_IT_ALL else f"{algorithm}_all_reduce"
-    attributes = {"algorithm": algorithm, "common_sums": ALL_REDUCE[algorithm].common_result}
+    attributes = {"algorithm": algorithm, "common_sums": COLLECTIVES[algorithm].common_result}
     return name, type(name, (AllReduce,), {**attributes, "__doc__": f"Gradients summed by {algorithm}."})
 
 
-ALL_REDUCE_STRATEGIES: dict[str, type[FromScratch]] = dict(map(strategy_of, ALL_REDUCE))
+ALL_REDUCE_STRATEGIES: dict[str, type[FromScratch]] = {
+    **dict(strategy_of(algorithm) for algorithm in (*ALL_REDUCE, *HIERARCHICAL)),
+    GroupedAllReduce.algorithm: GroupedAllReduce,
+}

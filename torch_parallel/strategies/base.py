@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torch_parallel.communicator import Communicator
-from torch_parallel.gradients.layout import NamedParameters
+from torch_parallel.gradients.layout import NamedParameters, take_out_of_common
 from torch_parallel.status import UPDATING
 from torch_parallel.strategies import optimizer_state
 from torch_parallel.strategies.model_check import check_model, make_dense
@@ -43,8 +43,6 @@ class Strategy(ABC):
     """Fields of the run's configuration that this strategy is made with, beside those that all have."""
     common_parameters: ClassVar[bool] = False
     """Whether the parameters of all ranks are one memory, where ranks have memory in common."""
-    moves_parameters: ClassVar[bool] = False
-    """Whether it gives the parameters other memory than they came with."""
     common_sums: ClassVar[bool] = False
     """Whether all ranks read the sums of the gradients in one memory, which nobody may write."""
     through_host: ClassVar[bool] = False
@@ -52,7 +50,7 @@ class Strategy(ABC):
     needs_network: ClassVar[bool] = False
     """Whether its processes connect to each other through a network, the loopback at least."""
     every_rank_computes: ClassVar[bool] = False
-    """Whether a rank without samples takes part in forward and backward too, with an empty batch."""
+    """Whether a rank without samples takes part in forward and backward too, with a sample that counts nothing."""
     knows_next_share: ClassVar[bool] = True
     """Whether `shares` may be asked for the next step's share, or the end, before the present step is done."""
 
@@ -93,8 +91,8 @@ class Strategy(ABC):
         self.update_clock = Stopwatch(communicator.device)
         self.optimizers: list[Optimizer] = []
         alone = communicator.world_size == 1
-        moves = type(self).__name__ if self.moves_parameters else None
-        check_model(model, alone=alone, in_process_group=self._in_process_group, moves=moves)
+        take_out_of_common(model.parameters())
+        check_model(model, alone=alone, in_process_group=self._in_process_group)
         make_dense(model)
         communicator.transport.agree(f"train by {type(self).__name__}, {self._settings}")
         give_everyone_the_same(model, communicator)

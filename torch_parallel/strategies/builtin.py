@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -25,8 +25,11 @@ from torch_parallel.communicator import Communicator
 from torch_parallel.gradients.finite import NamedCheck, NotFinite, first_not_finite
 from torch_parallel.gradients.layout import NamedParameters
 from torch_parallel.strategies.base import OptimizerFactory, Strategy
+from torch_parallel.strategies.model_check import UnsupportedModel
 from torch_parallel.transport.process_groups import LONGEST_WORK, deadline_of, set_deadline
 
+OTHER_GRAPH = ("Expected to have finished reduction", "Your training graph has changed")
+"""What torch says in the forward, or in the backward, of a step that uses other parameters than the first one."""
 SAMPLED_EVERY = 10
 """DistributedDataParallel times its own exchange in one of so many steps; torch's default is 100."""
 
@@ -127,8 +130,10 @@ class DistributedDataParallelStrategy(Builtin):
         self.transport.count_call("begin a step of DistributedDataParallel")
         super().begin_step()
 
-    def synchronising(self, last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if last else cast(AbstractContextManager[None], self.ddp.no_sync())
+    @contextlib.contextmanager
+    def synchronising(self, last: bool) -> Iterator[None]:
+        with self._same_graph(), contextlib.nullcontext() if last else self.ddp.no_sync():
+            yield
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
@@ -141,17 +146,23 @@ class DistributedDataParallelStrategy(Builtin):
             set_deadline(deadline_of(self.communicator.deadline_s))
 
     def _forward(self, *inputs: Any, **named: Any) -> Any:
-        try:
+        with self._same_graph():
             return self.ddp(*inputs, **named)
+
+    @contextlib.contextmanager
+    def _same_graph(self) -> Iterator[None]:
+        """Around forward and backward. Raises UnsupportedModel where torch finds other parameters used than before."""
+        try:
+            yield
         except RuntimeError as error:
-            if "Expected to have finished reduction" not in str(error):
+            if not any(text in str(error) for text in OTHER_GRAPH):
                 raise
             if self.accumulate == 1:
-                raise RuntimeError(
+                raise UnsupportedModel(
                     "DistributedDataParallel takes the graph of the first step for that of every step, and this step's "
                     "parameters with a gradient are others: take another --strategy"
                 ) from None
-            raise RuntimeError(
+            raise UnsupportedModel(
                 "DistributedDataParallel accumulates only where every step uses every parameter: leave --accumulate "
                 "out, freeze what is not used, or take another --strategy"
             ) from None
@@ -182,8 +193,12 @@ def exposed_exchange_s(ddp: DistributedDataParallel) -> float:
     return float(timed["backward_comm_time"] - timed["backward_compute_comm_overlap_time"]) / 1e9
 
 
-def _meet(communicator: Communicator, deadline: timedelta) -> TCPStore:
-    """Rank 0 opens a free port of the loopback and tells the others."""
+def _meet(communicator: Communicator, deadline: timedelta) -> Store:
+    """Where the processes have met already, or else, on one machine, rank 0 opens a free port of the loopback and tells
+    the others."""
+    if communicator.store is not None and communicator.nodes:
+        turn = communicator.broadcast_object(secrets.token_hex(8), name="the store of torch's group")
+        return PrefixStore(f"torch's group {turn}", communicator.store)
     port = torch.zeros((), dtype=torch.int64, device="cpu")
     store = None
     if communicator.rank == 0:

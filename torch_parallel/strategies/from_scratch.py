@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from torch_parallel.collectives import RING_ALL_REDUCE
 from torch_parallel.gradients.buckets import Bucket, cut_into_buckets
 from torch_parallel.gradients.finite import FiniteCheck, first_not_finite
-from torch_parallel.gradients.layout import NamedParameters
+from torch_parallel.gradients.layout import NamedParameters, read_by_others
 from torch_parallel.gradients.pipeline import Pipeline
 from torch_parallel.status import EXCHANGING
 from torch_parallel.strategies.base import OptimizerFactory, Strategy
@@ -68,10 +68,12 @@ class FromScratch(Strategy):
             raise ValueError(f"{type(self).__name__} exchanges nothing before backward is over: leave overlap out")
         groups = cut_into_buckets(model.named_parameters(), sys.maxsize if self.one_bucket else self.bucket_bytes)
         self.buckets = [
-            Bucket(index, group, self.transport.share, self._before_gradients) for index, group in enumerate(groups)
+            Bucket(index, self._in_order(group), self.transport.share, self._before_gradients)
+            for index, group in enumerate(groups)
         ]
         enqueues = self.transport.enqueues
         self.overlap = overlap
+        self._read_by_others = read_by_others(model.parameters())
         # One bucket alone is complete when backward is over: it has nothing to run beside.
         several = overlap and len(self.buckets) > 1
         # Of high priority: whatever it is given comes before the rest of backward, which has all the time to catch up.
@@ -87,6 +89,10 @@ class FromScratch(Strategy):
     def _make_optimizers(self, optimizer_factory: OptimizerFactory) -> None:
         if self.updates_here:
             self.optimizers = [optimizer_factory(bucket.parameters) for bucket in self.buckets]
+
+    def _in_order(self, parameters: NamedParameters) -> NamedParameters:
+        """The parameters of a bucket as they are to lie in it."""
+        return parameters
 
     @property
     def updates_here(self) -> bool:
@@ -180,8 +186,10 @@ class FromScratch(Strategy):
 
     @property
     def _bucket_by_bucket(self) -> bool:
-        """Whether a bucket can be updated before all have been reduced."""
-        return self.clip_norm is None and not self.skip_not_finite
+        """Whether a bucket can be updated before all have been reduced, and in the midst of backward: not what backward
+        may yet need of a parameter behind its back."""
+        in_midst_of_backward_too = not (self.overlap and self._read_by_others)
+        return self.clip_norm is None and not self.skip_not_finite and in_midst_of_backward_too
 
     def _exchange(self, bucket: Bucket) -> None:
         if self.overlap:
@@ -194,6 +202,14 @@ class FromScratch(Strategy):
             if self.overlap:  # neither fused optimizers nor a pull do so, and backward is to find out if it needs them
                 increment_version(parameter for _, parameter in bucket.parameters)
                 self.watch.accept(bucket.parameters)
+
+    def _stay_apart(self, bucket: Bucket) -> bool:
+        """Whether parameters stay in the memory they came with, and are copied to where peers reach them and back.
+
+        So they must where peers do not reach a GPU, and where something else looks into this memory and would not see
+        other values: a view that forward reads, say.
+        """
+        return bucket.staged or any(id(each) in self._read_by_others for _, each in bucket.parameters)
 
     def _settle(self) -> None:
         """Returns when the gradients of this step may be written."""

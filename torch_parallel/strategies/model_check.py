@@ -8,7 +8,7 @@ noticed by `watch.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torch_parallel.gradients.layout import lies_over_itself, overlap, without_gaps, written_once
+from torch_parallel.gradients.layout import lies_over_itself, overlap, read_by_others, without_gaps, written_once
 
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
-LOOKED_INTO = (list, tuple, set, dict)
-DEPTH = 3
-"""So many containers within each other are looked into for tensors that a module keeps beside parameters."""
 
 
 class UnsupportedModel(ValueError):
@@ -30,11 +27,11 @@ class UnsupportedModel(ValueError):
     headline_suffices = True  # see mailbox.Failure
 
 
-def check_model(model: nn.Module, *, alone: bool, in_process_group: bool, moves: str | None) -> None:
+def check_model(model: nn.Module, *, alone: bool, in_process_group: bool) -> None:
     """Raises UnsupportedModel for the first part of the model that cannot be held.
 
     `alone` says that there is one worker and no server, `in_process_group` that modules find a process group of torch
-    in forward; `moves` is the name of a strategy that gives parameters other memory, None for one that leaves them.
+    in forward.
     """
     tensors: list[tuple[str, str, Tensor]] = [("parameter", *each) for each in model.named_parameters()]
     tensors += [("buffer", *each) for each in model.named_buffers()]
@@ -46,7 +43,7 @@ def check_model(model: nn.Module, *, alone: bool, in_process_group: bool, moves:
         fault = _fault_of_module(module, alone, in_process_group)
         if fault is not None:
             raise UnsupportedModel(f"module {name or 'at the top'} ({type(module).__name__}) {fault}")
-    _check_common_memory(model, moves)
+    _check_common_memory(model)
 
 
 def _fault_of(kind: str, tensor: Tensor) -> str | None:
@@ -54,6 +51,8 @@ def _fault_of(kind: str, tensor: Tensor) -> str | None:
         return "has no shape yet: run a batch through the lazy module in make_model"
     if tensor.is_meta:
         return "has no memory (it is on the device meta): give it values in make_model"
+    if tensor.is_inference():
+        return "was made in inference mode, where nothing may be written later: make it outside, or make it a clone"
     if is_traceable_wrapper_subclass(tensor):
         return f"is a {type(tensor).__name__}, whose memory nobody but its class knows: make it a plain tensor"
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized:
@@ -64,9 +63,21 @@ def _fault_of(kind: str, tensor: Tensor) -> str | None:
             f"is complex ({tensor.dtype}) and trainable: make it real, [..., 2], and use torch.view_as_complex in "
             "forward"
         )
+    if not _can_be_copied(tensor.dtype):
+        return f"is of {tensor.dtype}, which torch cannot copy: keep its bytes (torch.uint8), and view them in forward"
     if lies_over_itself(tensor if kind == "parameter" and tensor.requires_grad else written_once(tensor)):
         return "has elements that lie over each other in memory: make it a clone, which has its own"
     return None
+
+
+@cache
+def _can_be_copied(dtype: torch.dtype) -> bool:
+    """Not those of four bits, so far."""
+    try:
+        torch.empty(1, dtype=dtype, device="cpu").copy_(torch.empty(1, dtype=dtype, device="cpu"))
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _fault_of_module(module: nn.Module, alone: bool, in_process_group: bool) -> str | None:
@@ -85,12 +96,10 @@ def _fault_of_module(module: nn.Module, alone: bool, in_process_group: bool) -> 
     return None
 
 
-def _check_common_memory(model: nn.Module, moves: str | None) -> None:
-    """Parameters may not lie over each other; other tensors over one only where it stays where it is."""
-    others = list(_beside_parameters(model))
+def _check_common_memory(model: nn.Module) -> None:
+    """Parameters may not lie over each other; nothing else may hold the memory of one that is given other memory."""
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
-    parameters: list[tuple[str, Tensor]] = list(model.named_parameters())
-    for name, parameter in parameters:
+    for name, parameter in model.named_parameters():
         here = by_storage.setdefault(parameter.untyped_storage().data_ptr(), [])
         for other, tensor in here:
             if overlap(parameter, tensor):
@@ -99,41 +108,22 @@ def _check_common_memory(model: nn.Module, moves: str | None) -> None:
                     "both the same parameter (tie them), or copy one"
                 )
         here.append((name, parameter))
-    for what, tensor in others:
-        for over, parameter in by_storage.get(tensor.untyped_storage().data_ptr(), ()):
-            moved = moves or (None if without_gaps(parameter) else "what has gaps in its memory is copied, which")
-            if moved and overlap(parameter, tensor):
-                raise UnsupportedModel(
-                    f"{what} shares memory with parameter {over}, and {moved} gives the parameter other memory: make "
-                    f"{what.split()[-1]} anew from the parameter in forward, or take an all-reduce strategy"
-                )
+    with_gaps = {id(each): name for name, each in _with_gaps(model)}
+    for key in read_by_others(model.parameters()) & with_gaps.keys():
+        raise UnsupportedModel(
+            f"parameter {with_gaps[key]} has gaps in its memory and is copied, and something else that holds this "
+            "memory (a buffer, an attribute, a NumPy array) would keep the old values: make the parameter of a "
+            ".clone(), and what shows it anew in forward"
+        )
 
 
-def _beside_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers, and tensors that modules keep as plain attributes, in lists and dicts too, each with what it is."""
-    parameters = {id(parameter) for parameter in model.parameters()}
-    for name, buffer in model.named_buffers():
-        yield f"buffer {name}", buffer
-    for path, module in model.named_modules():
-        for key, value in vars(module).items():
-            if key not in ("_parameters", "_buffers", "_modules"):
-                for tensor in _tensors_in(value, DEPTH):
-                    if id(tensor) not in parameters:
-                        yield f"attribute {f'{path}.' if path else ''}{key}", tensor
-
-
-def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.layout == torch.strided and not is_lazy(value) and not value.is_meta:
-            yield value
-    elif depth and isinstance(value, LOOKED_INTO):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(each, depth - 1)
+def _with_gaps(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters with gaps that are trained."""
+    return ((name, each) for name, each in model.named_parameters() if each.requires_grad and not without_gaps(each))
 
 
 def make_dense(model: nn.Module) -> None:
     """Gives every parameter with gaps, such as some columns of a table, memory without: fused optimizers, and buckets,
     go through parameter and gradient by place."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and not without_gaps(parameter):
-            parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
+    for _, parameter in _with_gaps(model):
+        parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)

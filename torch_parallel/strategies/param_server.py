@@ -18,7 +18,7 @@ import torch
 
 from torch_parallel.collectives import broadcast_from, reduce_to
 from torch_parallel.gradients.buckets import Bucket
-from torch_parallel.gradients.layout import views_of
+from torch_parallel.gradients.layout import move_to_common, views_of
 from torch_parallel.strategies.from_scratch import FromScratch
 from torch_parallel.transport.buffer import SharedBuffer
 
@@ -31,7 +31,6 @@ class ParamServer(FromScratch):
 
     options: ClassVar[tuple[str, ...]] = ("overlap",)
     server_count = 1
-    moves_parameters = True
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -73,12 +72,12 @@ class ParamServer(FromScratch):
 
     def _offer(self, bucket: Bucket) -> None:
         """Copies the parameters to the shared buffer, where they do not lie there."""
-        if bucket.staged:
+        if self._stay_apart(bucket):
             _copy_all(self._shared_values(bucket), [parameter.detach() for _, parameter in bucket.parameters])
 
     def _adopt(self, bucket: Bucket) -> None:
         """The reverse of `_offer`."""
-        if bucket.staged:
+        if self._stay_apart(bucket):
             _copy_all([parameter.detach() for _, parameter in bucket.parameters], self._shared_values(bucket))
 
     def _shared_values(self, bucket: Bucket) -> list[torch.Tensor]:
@@ -86,10 +85,10 @@ class ParamServer(FromScratch):
 
     def _share_parameters(self, bucket: Bucket) -> SharedBuffer:
         shared = self.transport.share(bucket.numel, bucket.flat.dtype)
-        if not bucket.staged:
+        if not self._stay_apart(bucket):
             for (_, parameter), view in zip(bucket.parameters, views_of(shared.local, bucket.parameters), strict=True):
                 view.copy_(parameter.detach())
-                parameter.data = view
+                move_to_common(parameter, view)
         return shared
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
-from torch_parallel.strategies.serving import NEXT, VERSION, Serving
+from torch_parallel.strategies.serving import NEXT, Serving
 from torch_parallel.strategies.shares import Share, single_shares
 from torch_parallel.strategies.tally import Tally
 
@@ -69,9 +69,7 @@ class ParamServerAsync(Serving):
 
     def _finish(self) -> None:
         """All ranks take the parameters that the last update made."""
-        if self.updates_here:
-            for worker in self._workers:
-                self._control.parts[worker][VERSION] = self._version
+        self._given = dict.fromkeys(self._workers, self._version)
         with self._exchanging():
             for bucket in self.buckets:
                 self._pull(bucket)

@@ -82,7 +82,8 @@ class ParamServerBackup(Serving):
         while not self._enough(kept):
             worker = self._next_push([each for each in self._workers if each not in kept])
             if self._told[worker] < self._step:
-                self._tell(worker)  # a late one: thrown away
+                self._throw_away(worker)
+                self._tell(worker)
             else:
                 kept.append(worker)
         return sorted(kept)
@@ -123,4 +124,5 @@ class ParamServerBackup(Serving):
         while behind:
             worker = self._next_push(behind)
             behind.remove(worker)
+            self._throw_away(worker)
             self._tell(worker)

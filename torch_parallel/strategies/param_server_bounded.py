@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from torch_parallel.collectives import gather_to
 from torch_parallel.gradients.buckets import Bucket
 from torch_parallel.strategies.param_server import PULL, ParamServer
 from torch_parallel.strategies.shares import Share
@@ -29,6 +30,7 @@ from torch_parallel.strategies.tally import Tally
 from torch_parallel.transport.buffer import SharedBuffer
 
 SERVER = 0
+TELL_VERSIONS = gather_to(SERVER)
 
 
 class ParamServerBounded(ParamServer):
@@ -46,10 +48,12 @@ class ParamServerBounded(ParamServer):
         self._slots = staleness + 1
         self._gradients = [self._gradient_slots(bucket) for bucket in self.buckets]
         self._versions = [self._version_slots(bucket) for bucket in self.buckets]
-        self._pulled = self.transport.share(self._slots, torch.int64)
-        """The version on which the gradient in each slot was worked out."""
-        self._skipped = self.transport.share(self._slots, torch.int64)
-        """By the version in each slot, on the server, whether the step that would have made it was skipped."""
+        ranks = self.communicator.world_size
+        self._pulled = [self.transport.share(ranks, torch.int64) for _ in range(self._slots)]
+        """By slot, the version on which each worker's gradient there was worked out."""
+        # By slot, whether the step that would have made the version there was skipped; only the server can tell.
+        self._skipped = self._slots_beside(self.transport.share(1, torch.int64)) if self.skip_not_finite else None
+        self._last_was_skipped = False
         self._step = 0  # done by this rank
         self._version = 0  # of the parameters that it holds
 
@@ -68,7 +72,7 @@ class ParamServerBounded(ParamServer):
         slot = self._step % self._slots
         for bucket, gradients in zip(self.buckets, self._gradients, strict=True):
             bucket.move_to(gradients[slot])
-        self._pulled.local[slot] = self._version
+        self._pulled[slot].local[self.communicator.rank] = self._version
         super().begin_step()
 
     def update(self, bucket: Bucket, scale: float | None = 1.0) -> None:
@@ -78,6 +82,9 @@ class ParamServerBounded(ParamServer):
 
     def step(self) -> None:
         skipped_before = self.skipped_steps
+        with self._exchanging():
+            pulled = self._pulled[self._step % self._slots]
+            self.transport.perform(TELL_VERSIONS, pulled, "the versions on which gradients were worked out")
         super().step()
         if self.updates_here:
             self._count(applied=self.skipped_steps == skipped_before)
@@ -86,13 +93,13 @@ class ParamServerBounded(ParamServer):
         else:
             self._step += 1
             self._catch_up(self._step - self.staleness)
-            if self._version == self._step and self._skipped.parts[SERVER][self._version % self._slots]:
+            if self._version == self._step and self._last_was_skipped:
                 self._end_step(skipped=True)
 
     def _count(self, applied: bool) -> None:
         self.tally.updates += applied
         for worker in range(self.communicator.first_worker, self.communicator.world_size):
-            self.tally.count(self._step - int(self._pulled.parts[worker][self._step % self._slots]))
+            self.tally.count(self._step - int(self._pulled[self._step % self._slots].local[worker]))
 
     def _is_skipped(self, scale: float | None) -> bool:
         """A worker learns of its step here only if it waits for it; else it knows of its own gradients alone."""
@@ -106,8 +113,8 @@ class ParamServerBounded(ParamServer):
     def _publish(self) -> None:
         """The server's parameters become the next version, and nobody is waited for."""
         self._version += 1
-        self._skipped.local[self._version % self._slots] = self.step_was_skipped
         with self._exchanging():
+            self._pull_verdict()
             for bucket in self.buckets:
                 self._offer(bucket)
                 version = self._versions[bucket.index][self._version % self._slots]
@@ -120,22 +127,36 @@ class ParamServerBounded(ParamServer):
         with self._exchanging():
             while self._version < wanted or (self._version < self._step and self.transport.told(SERVER)):
                 self._version += 1
+                self._pull_verdict()
                 for bucket in self.buckets:
                     version = self._versions[bucket.index][self._version % self._slots]
                     self._pull_version(bucket, version)
                     self._adopt(bucket)
 
+    # without a number: how many versions lie between two pushes is not the same on all ranks
+
     def _pull_version(self, bucket: Bucket, version: SharedBuffer) -> None:
-        # without a number: how many versions lie between two pushes is not the same on all ranks
         purpose = f"parameters of bucket {bucket.index}"
         self.transport.perform(PULL, version, purpose, numbered=False)
 
+    def _pull_verdict(self) -> None:
+        """Whether the step that would have made this version was skipped."""
+        if self._skipped is not None:
+            verdict = self._skipped[self._version % self._slots]
+            if self.updates_here:
+                verdict.local.fill_(self.step_was_skipped)
+            self.transport.perform(PULL, verdict, "whether the step is skipped", numbered=False)
+            self._last_was_skipped = bool(verdict.local)
+
     def _await_readers(self) -> None:
         """Never waits: the buffers are used in turn, see the module's docstring. Takes the signals of what was read."""
+        buckets = len(self.buckets)
         if self.updates_here:
-            self.transport.settle(leave=self._slots * len(self.buckets) * self.communicator.worker_count)
+            a_version = buckets + (self._skipped is not None)
+            self.transport.settle(leave=self._slots * a_version * self.communicator.worker_count)
         else:
-            self.transport.settle(leave=self.staleness * len(self.buckets))
+            a_push = buckets + 1  # with the version on which it was worked out
+            self.transport.settle(leave=self.staleness * a_push)
 
     def _gradient_slots(self, bucket: Bucket) -> list[SharedBuffer]:
         shared = bucket.shared
@@ -144,8 +165,11 @@ class ParamServerBounded(ParamServer):
 
     def _version_slots(self, bucket: Bucket) -> list[SharedBuffer]:
         """Buffers of the server's, each with the workers' parameters as their parts; with K = 0 its own parameters."""
-        shared = self.parameters[bucket.index]
+        return self._slots_beside(self.parameters[bucket.index])
+
+    def _slots_beside(self, shared: SharedBuffer) -> list[SharedBuffer]:
         if not self.staleness:
             return [shared]
-        slots = [self.transport.share(bucket.numel, shared.local.dtype, owner=SERVER) for _ in range(self._slots)]
+        numel, dtype = shared.local.numel(), shared.local.dtype
+        slots = [self.transport.share(numel, dtype, owner=SERVER) for _ in range(self._slots)]
         return [SharedBuffer([slot.parts[SERVER], *shared.parts[1:]], self.communicator.rank) for slot in slots]

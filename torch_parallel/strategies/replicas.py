@@ -139,12 +139,15 @@ def _leaf(name: str) -> str:
 
 
 def extra_state(model: nn.Module) -> dict[str, Any]:
-    """By module name, what modules that override `get_extra_state` return."""
-    overriding = nn.Module.get_extra_state
+    """By module name, what modules that override `get_extra_state` return.
+
+    What cannot be set again, since `set_extra_state` is not overridden, tells something and is no state.
+    """
     return {
         name: module.get_extra_state()
         for name, module in model.named_modules()
-        if type(module).get_extra_state is not overriding
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+        and type(module).set_extra_state is not nn.Module.set_extra_state
     }
 
 

@@ -23,10 +23,8 @@ from torch_parallel.strategies.param_server import ParamServer
 from torch_parallel.strategies.tally import Tally
 
 SERVER = 0
-NEXT, VERSION, SKIPPED, WORDS = range(4)
-"""Control words of a worker, int64, as the server told it last: what it works on, the number of updates that had made
-the parameters it works on, and whether its push was skipped. They stay until the next answer, so beside a push the
-first two say what the gradient is of."""
+NEXT, SKIPPED, WORDS = range(3)
+"""Control words of a worker, int64, as the server told it last: what it works on, and whether its push was skipped."""
 
 
 class Serving(ParamServer):
@@ -43,6 +41,7 @@ class Serving(ParamServer):
         self._control = self.transport.share(WORDS, torch.int64)
         self._workers = list(range(self.communicator.first_worker, self.communicator.world_size))
         self._version = 0  # updates made
+        self._given = dict.fromkeys(self._workers, 0)  # the version on which each worker works, as the server knows it
         self._arrived: deque[int] = deque()  # who has pushed and was not looked at yet
         self._kept: list[int] = []  # whose gradients make the present update, in rank order
 
@@ -93,7 +92,7 @@ class Serving(ParamServer):
             for bucket in self.buckets:
                 bucket.publish()
             self.transport.tell(SERVER, pushed=[bucket.shared for bucket in self.buckets])
-            self.transport.hear(SERVER, "the server's answer to a push", put=self.parameters)
+            self.transport.hear(SERVER, "the server's answer to a push", put=[self._control, *self.parameters])
             for bucket in self.buckets:
                 self._adopt(bucket)
 
@@ -103,16 +102,22 @@ class Serving(ParamServer):
             self._arrived.extend(self.transport.arrivals(workers, "a push of any worker"))
         return self._arrived.popleft()
 
+    def _throw_away(self, worker: int) -> None:
+        """The worker's push, which comes too late."""
+        for bucket in self.buckets:
+            self.transport.drop(bucket.shared, worker, f"gradients of bucket {bucket.index}, which come too late")
+
     def _answer(self, worker: int, number: int) -> None:
         """Gives the worker the newest parameters, and the number of what it is to work on."""
-        words = self._control.parts[worker]
-        words[NEXT], words[VERSION], words[SKIPPED] = number, self._version, self.step_was_skipped
-        for parameters in self.parameters:
-            self.transport.put(parameters, worker)
+        words = self._control.local
+        words[NEXT], words[SKIPPED] = number, self.step_was_skipped
+        self._given[worker] = self._version
+        for buffer in (self._control, *self.parameters):
+            self.transport.put(buffer, worker)
         self.transport.tell(worker)
 
     def _count(self, applied: bool) -> None:
         for worker in self._kept:
-            self.tally.count(self._version - int(self._control.parts[worker][VERSION]))
+            self.tally.count(self._version - self._given[worker])
         self.tally.updates += applied
         self._version += applied

@@ -38,7 +38,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch_parallel.collectives import ALL_REDUCE, DIRECT_ALL_GATHER, DIRECT_REDUCE_SCATTER, RING_ALL_GATHER
 from torch_parallel.collectives.schedule import chunk_bounds
 from torch_parallel.gradients.buckets import Bucket
-from torch_parallel.gradients.layout import NamedParameters, in_memory_order, laid_out, views_of
+from torch_parallel.gradients.layout import NamedParameters, in_memory_order, laid_out, move_to_common, views_of
 from torch_parallel.strategies import optimizer_state
 from torch_parallel.strategies.base import OptimizerFactory
 from torch_parallel.strategies.from_scratch import FromScratch, norm_of
@@ -65,7 +65,6 @@ class ShardedParamServer(FromScratch):
 
     one_bucket = True
     common_parameters = True
-    moves_parameters = True
 
     def _make_optimizers(self, optimizer_factory: OptimizerFactory) -> None:
         rank, world_size = self.transport.rank, self.transport.world_size
@@ -108,6 +107,8 @@ class ShardedParamServer(FromScratch):
         if scale is None or shard.optimizer is None:
             return
         with self._updating(bucket.index):
+            if self._stay_apart(bucket):
+                shard.take_up_parameters()
             shard.collect()
             self._stop_if_overflown(bucket.index, shard.sums, ((piece.name, piece.gradient) for piece in shard.pieces))
             if scale != 1.0:
@@ -122,7 +123,7 @@ class ShardedParamServer(FromScratch):
                 self.transport.perform(DIRECT_ALL_GATHER, copy, "parameters")
             self.transport.settle()
             for bucket, flat in zip(self.buckets, self.parameters, strict=True):
-                if bucket.staged:
+                if self._stay_apart(bucket):
                     for (_, parameter), view in zip(bucket.parameters, views_of(flat, bucket.parameters), strict=True):
                         parameter.detach().copy_(view)
 
@@ -145,8 +146,8 @@ class ShardedParamServer(FromScratch):
         for (_, parameter), view in zip(bucket.parameters, views_of(flat, bucket.parameters), strict=True):
             if self.transport.rank == 0 or not in_common:
                 view.copy_(parameter.detach())
-            if not bucket.staged:
-                parameter.data = view
+            if not self._stay_apart(bucket):
+                move_to_common(parameter, view)
         self.transport.agree("use the parameters there")  # rank 0 has written those that are in common
         return flat
 
@@ -220,6 +221,12 @@ class Shard:
                 f"sharded_param_server updates pieces of parameters, and {type(self.optimizer).__name__} may need "
                 f"whole ones: take one of {', '.join(each.__name__ for each in ELEMENTWISE)}, or another strategy"
             )
+
+    def take_up_parameters(self) -> None:
+        """Where they lie apart, what the model has: somebody may have written them since the last step."""
+        for piece in self.pieces:
+            elements = in_memory_order(piece.whole.detach(), piece.whole)[piece.start : piece.stop]
+            piece.parameter.detach().copy_(laid_out(elements, piece.parameter))
 
     def collect(self) -> None:
         """The sums have arrived: they are the pieces' gradients, or None where no worker used the parameter."""

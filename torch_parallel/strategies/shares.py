@@ -19,6 +19,10 @@ class Share:
     """Samples of the epoch that all workers together have been given up to here."""
 
     @property
+    def is_empty(self) -> bool:
+        return bool(self.places.start == self.places.stop)
+
+    @property
     def whole(self) -> slice:
         """The places of the whole step."""
         return slice(self.done - self.count, self.done)

@@ -180,3 +180,18 @@ def load(path: Path) -> dict[str, Any]:
             name = f"/dev/fd/{file.fileno()}"
         content: dict[str, Any] = torch.load(name, map_location="cpu", mmap=True)
     return content
+
+
+def with_epoch_reopened(content: dict[str, Any], sizes: list[int]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """For a run whose epochs have these `sizes`: an epoch that `max_steps` had ended early goes on where it was ended.
+
+    Returns the content, and what was recorded of that epoch, which its record to come takes the place of; or None.
+    """
+    history, batch_size = content["history"], content["config"].get("batch_size")
+    if not history or content["samples_done"] or batch_size is None:
+        return content, None
+    *before, last = history
+    done = last["steps"] * batch_size
+    if last["epoch"] > len(sizes) or done >= sizes[last["epoch"] - 1]:
+        return content, None
+    return content | {"history": before, "samples_done": done}, last

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import resource
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
+from torch_parallel import nics
 from torch_parallel.strategies import Strategy
 from torch_parallel.training.record import RankEpoch
 
@@ -23,6 +28,7 @@ class _Reading:
     update_s: float
     waited_s: list[float]
     received_bytes: list[int]
+    nic_bytes: list[int]
 
 
 class EpochClock:
@@ -64,6 +70,7 @@ class EpochClock:
             update_s=math.nan if in_background else update_s,
             waited_for_s=waited_for_s,
             received_bytes=[late - early for late, early in received],
+            nic_bytes=[late - early for late, early in zip(now.nic_bytes, begin.nic_bytes, strict=True)],
         )
 
     def _read(self) -> _Reading:
@@ -75,4 +82,21 @@ class EpochClock:
             self._strategy.update_clock.total_s,
             list(transport.waited_s),
             list(transport.received_bytes),
+            self._read_nics(),
         )
+
+    def _read_nics(self) -> list[int]:
+        """Of the named cards of this rank's node, sent and received; zeros where another rank reads them."""
+        communicator = self._strategy.communicator
+        nodes, names = communicator.nodes, communicator.nics
+        if not names or nodes.index(nodes[communicator.rank]) != communicator.rank:
+            return [0] * (2 * len(names))
+        traffic = nics.read()
+        return [nbytes for name in names for nbytes in traffic.get(name, (0, 0))]
+
+
+def peaks(device: torch.device) -> tuple[int, int]:
+    """The most bytes of memory that this process has had at once so far, and of its GPU, 0 where it has none."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    of_process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return of_process, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

@@ -12,15 +12,17 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn, get_type_hints
 
 from torch_parallel.collectives import ALL_REDUCE
-from torch_parallel.strategies import STRATEGIES
+from torch_parallel.strategies import BUILTIN, STRATEGIES
 from torch_parallel.training import emulation
 from torch_parallel.training.aggregate import AGGREGATES
 from torch_parallel.training.optimizers import DEFAULT_LR, OPTIMIZERS
+from torch_parallel.training.sampler import epoch_sizes
 from torch_parallel.training.schedule import SCHEDULES
 from torch_parallel.transport.cuda_ipc import PERFORMERS
 from torch_parallel.transport.signals import A_DEADLINE, LONGEST_DEADLINE_S
 from torch_parallel.workloads import DATASETS, MODELS
 from torch_parallel.workloads.load import CATEGORIES, RUNNING_TEXTS, Choice
+from torch_parallel.workloads.models import IMAGES
 from torch_parallel.workloads.models.sizes import SIZES
 
 NOT_FINITE = ("stop", "skip")
@@ -28,7 +30,7 @@ DTYPES = ("float32", "float64")
 PRECISIONS = ("full", "bf16")
 DEFAULT_EPOCHS, DEFAULT_BATCH_SIZE = 3, 64
 DEFAULTS_OF: dict[str, dict[str, Any]] = {"digits": {"epochs": 10, "batch_size": 16, "lr": {"sgd": 0.004}}}
-"""Other defaults of data sets, by name. Digits has few samples: an epoch makes more steps, and smaller ones."""
+"""Other defaults of built-in data sets, by name. Digits has few samples: an epoch has more steps, and smaller ones."""
 _DIGITS = DEFAULTS_OF["digits"]
 DEVICES = ("auto", "cpu", "cuda")
 LARGEST_BUCKET_MB = 2**20
@@ -39,8 +41,8 @@ with 50 and 100. With 25 they take 0.9 % more in float32, and 1.6 % if buckets a
 
 CONTROL_FLAGS = (
     *("n_gpus", "device", "dtype", "model", "model_size", "pretrained", "workload", "dataset", "data_dir", "length"),
-    *("train_size", "test_size", "batch_size", "epochs", "seed", "optimizer", "lr", "momentum", "weight_decay"),
-    "results_dir",
+    *("train_size", "test_size", "batch_size", "per_gpu_batch", "epochs", "max_steps", "seed"),
+    *("optimizer", "lr", "scale_lr", "momentum", "weight_decay", "results_dir"),
 )
 """The flags of the two built-in scripts, which are controls: what to train on what, and not how."""
 
@@ -75,6 +77,11 @@ class RunConfig:
         "samples of one optimizer step over all workers together (the global batch); with param_server_async, of one "
         f"update of each worker (default: {DEFAULT_BATCH_SIZE}, and {_DIGITS['batch_size']} for digits)",
     )
+    per_gpu_batch: int | None = flag(
+        None,
+        "samples of one optimizer step of each worker, in the place of --batch_size: the global batch grows with the "
+        "workers",
+    )
     epochs: int | None = flag(
         None,
         f"passes over the training data (default: {DEFAULT_EPOCHS}, and {_DIGITS['epochs']} for digits, which has few "
@@ -87,15 +94,23 @@ class RunConfig:
         + f", and {_DIGITS['lr']['sgd']} for sgd on digits); it belongs to the global batch and does not change with "
         "the number of workers",
     )
+    scale_lr: bool = flag(
+        False, "multiply the learning rate by the number of workers, for a batch that grows with them (--per_gpu_batch)"
+    )
+    max_steps: int | None = flag(
+        None,
+        "end the run after so many steps of --batch_size samples; without --epochs it makes the epochs that they take",
+    )
     momentum: float = flag(0.9, "momentum, for sgd")
     weight_decay: float = flag(0.0, "weight decay")
     optimizer: str = flag("sgd", "optimizer", OPTIMIZERS.keys())
     model: str = flag("cnn", "model", MODELS.keys())
     dataset: str | None = flag(
         None,
-        f"data: {', '.join(DATASETS)}; for models of text {', '.join((*CATEGORIES, *RUNNING_TEXTS))}, a .csv file of "
-        "categories and texts, or a text file (default: mnist where it is found or can be downloaded, else digits; for "
-        "text python_docs, which every Python has)",
+        f"data: {', '.join(DATASETS)}, synthetic:3x32x32:10 (made up, of that shape and number of classes), or a "
+        "folder of images with one sub-folder a class; for models of text synthetic, "
+        f"{', '.join((*CATEGORIES, *RUNNING_TEXTS))}, a .csv file of categories and texts, or a text file (default: "
+        "mnist where it is found or can be downloaded, else digits; for text python_docs, which every Python has)",
     )
     model_size: str | None = flag(None, "size of the model, where it has sizes (default: as published)", SIZES)
     pretrained: str | None = flag(
@@ -169,10 +184,21 @@ class RunConfig:
     )
     latency: str | None = flag(None, "emulate the latency of each message between nodes, such as 50us")
     nodes: int | None = flag(
-        None, "emulated nodes, filled with workers in the order of their ranks; a server is one more node of its own"
+        None,
+        "emulated nodes, which have no memory in common, filled with workers in the order of their ranks; a server is "
+        "one more node of its own",
     )
     workers_per_node: int | None = flag(None, "workers of each emulated node (default: as --nodes and --n_gpus say)")
-    nics: int = flag(1, "NICs of each emulated node, shared by its workers in equal groups; within it memory is used")
+    setup: str | None = flag(
+        None,
+        "nodes and workers of each, such as 2_4: short for --nodes 2 --workers_per_node 4 and their processes; between "
+        f"nodes lie links of {emulation.SETUP_LINK} and {emulation.SETUP_LATENCY}, if --link and --latency say nothing",
+    )
+    nics: int | str = flag(
+        1,
+        "NICs of each emulated node, shared by its workers in equal groups; within it memory is used. On real nodes "
+        "their names, such as eth1,eth2, the same on each (default there: the card that reaches rank 0)",
+    )
     bucket_mb: float | None = flag(
         None,
         "MiB of gradients that are exchanged together (default: "
@@ -205,6 +231,7 @@ class RunConfig:
         for each in fields(RunConfig):
             if each.metadata["choices"]:
                 self._check_choice(each.name)
+        self._set_up()
         servers = STRATEGIES[self.strategy].server_count
         if self.n_gpus is not None:
             self.require("n_gpus", self.n_gpus >= 1, "at least 1 process is needed")
@@ -215,7 +242,13 @@ class RunConfig:
             )
         self._check_own_options()
         self.require("batch_size", self.batch_size is None or self.batch_size >= 1, "a step needs at least 1 sample")
+        why = "it is what each worker gets, and --batch_size what all get together: leave one of the two out"
+        self.require("per_gpu_batch", self.per_gpu_batch is None or self.per_gpu_batch >= 1, "at least 1 is needed")
+        self.require("per_gpu_batch", self.per_gpu_batch is None or self.batch_size is None, why)
+        why = "the batch, and so the rate that it takes, stays the same with more workers: give --per_gpu_batch too"
+        self.require("scale_lr", not self.scale_lr or self.per_gpu_batch is not None, why)
         self.require("epochs", self.epochs is None or self.epochs >= 1, "at least 1 epoch is needed")
+        self.require("max_steps", self.max_steps is None or self.max_steps >= 1, "at least 1 step is needed")
         self.require(
             "lr", self.lr is None or (math.isfinite(self.lr) and self.lr >= 0), "it must be finite and not < 0"
         )
@@ -225,6 +258,12 @@ class RunConfig:
                     name, getattr(self, name) is None, "a workload brings its own model and data; leave it out"
                 )
         self.require("length", self.length is None or self.length >= 1, "at least 1 token is needed")
+        of_text = self.workload is not None or IMAGES not in MODELS[self.model].takes
+        self.require(
+            "length", self.length is None or of_text, f"{self.model} takes images, which have none; leave it out"
+        )
+        why = "the trained weights say how large the model is; leave it out"
+        self.require("model_size", self.model_size is None or self.pretrained is None, why)
         self.require("momentum", 0 <= self.momentum < 1, "it must lie in [0, 1)")
         self.require("weight_decay", 0 <= self.weight_decay < math.inf, "it must be finite and not < 0")
         self.require("train_size", self.train_size is None or self.train_size >= 1, "at least 1 sample is needed")
@@ -243,6 +282,30 @@ class RunConfig:
             emulation.check(self)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+    def _set_up(self) -> None:
+        """What `setup` is short for."""
+        if self.setup is not None:
+            try:
+                meant = emulation.set_up(self.setup, STRATEGIES[self.strategy].server_count)
+            except ValueError as error:
+                raise ConfigError(f"--setup {self.setup}: {error}") from None
+            emulated = self.link is not None or self.latency is not None
+            if meant["nodes"] > 1:
+                common = STRATEGIES[self.strategy].common_sums
+                why = (
+                    f"between its nodes are emulated links, which {self.strategy} does not use: take 1 node, or another"
+                )
+                self.require("setup", not common and self.strategy not in BUILTIN, f"{why} --strategy")
+                if not emulated:
+                    meant |= {"link": emulation.SETUP_LINK, "latency": emulation.SETUP_LATENCY}
+            elif not emulated:  # one node without links is no emulation
+                del meant["nodes"], meant["workers_per_node"]
+            for name, value in meant.items():
+                given = getattr(self, name)
+                why = f"--setup {self.setup} says how many there are: leave one of the two out"
+                self.require(name, given is None or given == value, why)
+                object.__setattr__(self, name, value)
 
     @property
     def own_options(self) -> dict[str, Any]:
@@ -282,14 +345,21 @@ class RunConfig:
         default: float = DEFAULTS_OF.get(dataset, {}).get("lr", {}).get(self.optimizer, DEFAULT_LR[self.optimizer])
         return default if self.lr is None else self.lr
 
-    def on_dataset(self, dataset: str) -> RunConfig:
-        """The same run with all that depends on the data set given, for the one of that name."""
-        return replace(
-            self,
-            epochs=self.epochs_on(dataset),
-            batch_size=self.batch_size_on(dataset),
-            lr=self.learning_rate_on(dataset),
-        )
+    def resolved(self, dataset: str, train_size: int, test_size: int) -> RunConfig:
+        """The run as it is made: with every default that depends on data and number of workers decided, for so many
+        samples of the data set of that name; `n_gpus` is known. `epochs` counts one that `max_steps` cuts short."""
+        workers = (self.n_gpus or 1) - STRATEGIES[self.strategy].server_count
+        batch_size = self.batch_size_on(dataset) if self.per_gpu_batch is None else self.per_gpu_batch * workers
+        lr = self.learning_rate_on(dataset) * (workers if self.scale_lr else 1)
+        epochs = self.epochs if self.max_steps else self.epochs_on(dataset)
+        epochs = len(epoch_sizes(train_size, batch_size, epochs, self.max_steps))
+        same = replace(self, per_gpu_batch=None, scale_lr=False, train_size=train_size, test_size=test_size)
+        return replace(same, batch_size=batch_size, lr=lr, epochs=epochs)
+
+    def epoch_sizes(self, train_size: int) -> list[int]:
+        """Samples of each epoch, of a run that is resolved."""
+        assert self.batch_size is not None
+        return epoch_sizes(train_size, self.batch_size, self.epochs, self.max_steps)
 
     def columns(self, dataset: str, model: str | None = None) -> dict[str, Any]:
         """What every row of runs.csv says of the run, by the names of `results.COLUMNS`."""
@@ -297,6 +367,8 @@ class RunConfig:
         same = {name: getattr(self, name) for name in names}
         same |= {"kind": "measured", "nodes": 1, "n": self.n_gpus}
         same |= {"batch_size": self.batch_size_on(dataset), "lr": self.learning_rate_on(dataset)}
+        each, rest = divmod(same["batch_size"], self.n_gpus or 1)
+        same |= {"setup": f"1_{self.n_gpus}", "per_gpu_batch": None if rest else each, "max_steps": self.max_steps}
         return same | {"model": model or self.model, "dataset": dataset}
 
     def bucket_mb_on(self, device: str) -> float:
@@ -308,6 +380,15 @@ class RunConfig:
     def process_count(self) -> int:
         """Processes that are started for `n_gpus`."""
         return STRATEGIES[self.strategy].process_count(self.n_gpus or 1)
+
+    @property
+    def nic_names(self) -> tuple[str, ...]:
+        """The network cards of each node by which it exchanges, where they are named."""
+        return () if isinstance(self.nics, int) else tuple(filter(None, map(str.strip, self.nics.split(","))))
+
+    @property
+    def nic_count(self) -> int:
+        return self.nics if isinstance(self.nics, int) else max(1, len(self.nic_names))
 
     @classmethod
     def from_command_line(cls, arguments: Sequence[str] | None = None, description: str = "") -> RunConfig:
@@ -390,7 +471,8 @@ def command_line_parser(description: str = "", names: Sequence[str] | None = Non
         if names is not None and each.name not in names:
             continue
         default_is_told = each.default is None
-        kind = _kinds(types[each.name])[0]
+        kinds = _kinds(types[each.name])
+        kind: Any = _number_or_text if kinds == (int, str) else kinds[0]
         default = argparse.SUPPRESS if default_is_told else each.default
         text = each.metadata["help"]
         if kind is bool:
@@ -406,6 +488,10 @@ def command_line_parser(description: str = "", names: Sequence[str] | None = Non
             help=text,
         )
     return parser
+
+
+def _number_or_text(text: str) -> int | str:
+    return int(text) if text.strip().isdecimal() else text
 
 
 def _kinds(annotation: Any) -> tuple[type, ...]:

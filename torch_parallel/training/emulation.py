@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from torch_parallel.collectives.schedule import Nodes
 from torch_parallel.strategies import BUILTIN, STRATEGIES
 from torch_parallel.topology import Topology
 from torch_parallel.training.straggler import Slowdown, parse_stragglers
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 COMPUTE = ("straggler", "jitter", "compute_ms")
 LINKS = ("link", "latency", "nodes", "workers_per_node", "nics")
+SETUP_LINK, SETUP_LATENCY = "10gbit", "50us"
+"""Between the nodes of a set-up, where nothing else is said: two machines of one room."""
+MOST_PROCESSES = 10_000
 
 
 def flags(config: RunConfig, names: tuple[str, ...] = COMPUTE + LINKS) -> dict[str, Any]:
@@ -27,7 +31,7 @@ def flags(config: RunConfig, names: tuple[str, ...] = COMPUTE + LINKS) -> dict[s
 
 def check(config: RunConfig) -> None:
     """Raises ValueError, or the configuration's own error, with one line: the flag, its value, and what would do."""
-    builtin, links = config.strategy in BUILTIN, config.link is not None or config.latency is not None
+    builtin = config.strategy in BUILTIN
     common = STRATEGIES[config.strategy].common_sums and config.nodes != 1  # within a node nothing crosses a link
     one_memory = f"{config.strategy} needs memory that all workers have in common, which links have not: take another"
     of_nodes = "it says something of emulated nodes: give --nodes too"
@@ -51,25 +55,32 @@ def check(config: RunConfig) -> None:
             "with --overlap backward exchanges meanwhile, which would be free: take one of the two",
         ),
         ("steps_csv", config.steps_csv is None or not builtin, f"what {config.strategy} waits for cannot be seen"),
-        ("link", config.link is None or not builtin, unlike),
-        ("latency", config.latency is None or not builtin, unlike),
-        ("link", config.link is None or not common, f"{one_memory} --strategy"),
-        ("latency", config.latency is None or not common, f"{one_memory} --strategy"),
-        ("nodes", config.nodes is None or config.nodes >= 1, "at least 1 node is needed"),
-        (
-            "nodes",
-            config.nodes is None or links,
-            "nodes differ by the links between them: give --link or --latency too",
+        *((name, getattr(config, name) is None or not builtin, unlike) for name in ("link", "latency", "nodes")),
+        *(
+            (name, getattr(config, name) is None or not common, f"{one_memory} --strategy")
+            for name in ("link", "latency", "nodes")
         ),
+        ("nodes", config.nodes is None or config.nodes >= 1, "at least 1 node is needed"),
         ("workers_per_node", (config.workers_per_node or 1) >= 1, "at least 1 worker is needed"),
         ("workers_per_node", config.workers_per_node is None or config.nodes is not None, of_nodes),
-        ("nics", config.nics == 1 or config.nodes is not None, of_nodes),
+        ("nics", config.nics == 1 or bool(config.nic_names) or config.nodes is not None, of_nodes),
     ):
         config.require(name, good, why)
     _check_count(config)
     topology(config)
     _stragglers(config)
     _jitter_s(config)
+
+
+def set_up(text: str, server_count: int) -> dict[str, Any]:
+    """The flags that a set-up such as 2_4 is short for: nodes, and workers of each. Raises ValueError."""
+    parts = text.split("_")
+    if len(parts) != 2 or not all(part.isdecimal() and part.isascii() and int(part) >= 1 for part in parts):
+        raise ValueError("it must be nodes and workers of each, two whole numbers from 1 on, such as 2_4")
+    nodes, per_node = (int(part) for part in parts)
+    if nodes * per_node > MOST_PROCESSES:
+        raise ValueError(f"these are {nodes * per_node} processes; at most {MOST_PROCESSES} are started")
+    return {"n_gpus": nodes * per_node + server_count, "nodes": nodes, "workers_per_node": per_node}
 
 
 def _check_count(config: RunConfig) -> None:
@@ -97,9 +108,33 @@ def topology(config: RunConfig) -> Topology | None:
     servers = STRATEGIES[config.strategy].server_count
     links: Topology = _explained(
         given,
-        lambda: Topology.of(n, config.link or "", config.latency or "0s", config.nodes, config.nics, servers),
+        lambda: Topology.of(n, config.link or "", config.latency or "0s", config.nodes, config.nic_count, servers),
     )
     return links
+
+
+def on_nodes(config: RunConfig, nodes: Nodes) -> RunConfig:
+    """The run on the nodes on which its processes stand, by rank: there nothing of nodes and links is emulated.
+
+    What the flags say of nodes must be so. Raises the configuration's own error.
+    """
+    count = len(set(nodes))
+    if count == 1:
+        names_are_of_use = not config.nic_names
+        config.require("nics", names_are_of_use, "names of cards are for several nodes: give a number, or leave it out")
+        return config
+    servers = STRATEGIES[config.strategy].server_count
+    each = [nodes[servers:].count(node) for node in dict.fromkeys(nodes)]
+    layout = f"{count} nodes with {', '.join(map(str, each))} workers were started"
+    asked = config.workers_per_node
+    config.require("nodes", config.nodes in (None, count), f"{layout}: start as many, or leave it out")
+    config.require("workers_per_node", asked is None or set(each) == {asked}, f"{layout}: start as many on each node")
+    if config.setup is None:
+        for name in ("link", "latency"):
+            why = f"it is emulated on one machine, and {count} nodes were started: leave it out"
+            config.require(name, getattr(config, name) is None, why)
+    nics = config.nics if config.nic_names else 1
+    return replace(config, setup=None, link=None, latency=None, nodes=None, workers_per_node=None, nics=nics)
 
 
 def slowdown(config: RunConfig, rank: int) -> Slowdown | None:

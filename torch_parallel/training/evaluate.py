@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from torch_parallel.workloads.task import Sums, Task, loss_sum_of
+from torch_parallel.workloads.task import Sums, Task, counts_of, loss_sum_of, metric_sums_of, metrics_of
 from torch_parallel.workloads.tree import Tree, count, rows, to
 
 EVALUATION_BATCH = 500
@@ -45,7 +45,7 @@ class Evaluation:
         return self.loss_sum / self.targets if self.targets else math.nan
 
     def metrics(self, task: Task) -> dict[str, float]:
-        return task.metrics(self.sums, self.targets, self.loss)
+        return metrics_of(task, self.sums, self.targets, self.loss)
 
 
 def evaluate(
@@ -72,10 +72,10 @@ def evaluate(
             batch = task.prepare(to(stored, device, copy=True), dtype)
             output = task.forward(model, batch)
             loss_sum += loss_sum_of(task, output, batch).double()
-            tested.sums = _added(tested.sums, task.metric_sums(output, batch))
+            tested.sums = _added(tested.sums, metric_sums_of(task, output, batch))
     for module in training:
         module.training = True
-    counts = task.target_counts(samples)
+    counts = counts_of(task, samples)
     tested.loss_sum, tested.targets = loss_sum.item(), count(samples) if counts is None else int(counts.sum())
     tested.sums = {name: each.cpu() for name, each in tested.sums.items()}
     return tested
@@ -104,7 +104,7 @@ def metric_columns(metrics: Mapping[str, float]) -> dict[str, Any]:
 
 def step_targets(task: Task, samples: Tree, order: Tensor, batch_size: int) -> list[int]:
     """How many targets each step of an epoch has, whose samples come in this `order`, int64 [n] on the CPU."""
-    counts = task.target_counts(samples)
+    counts = counts_of(task, samples)
     return [len(step) if counts is None else int(counts[step].sum()) for step in order.split(batch_size)]
 
 

@@ -11,6 +11,7 @@ from torch_parallel.training.config import RunConfig
 from torch_parallel.workloads.samples import Samples
 from torch_parallel.workloads.task import Task, target_counts
 from torch_parallel.workloads.tree import Tree, leaves, rebuilt
+from torch_parallel.workloads.workload import Workload
 
 TARGET_COUNTS = "target_counts"
 PARTS = ("train", "test")
@@ -37,6 +38,10 @@ class Job:
             for tree in (self.train_tree, self.test_tree)
         )
         return train, test
+
+    def workload(self, tensors: Mapping[str, Tensor]) -> Workload:
+        """As it was, of the tensors that came apart."""
+        return Workload(self.make_model, self.task, Samples(self.data_name, *self.samples(tensors)))
 
 
 def make_job(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
@@ -23,11 +24,12 @@ from torch_parallel.strategies.tally import Tally
 from torch_parallel.strategies.undo import ForwardState
 from torch_parallel.training import checkpoint, emulation, model_state
 from torch_parallel.training.aggregate import divisor
-from torch_parallel.training.clock import EpochClock
+from torch_parallel.training.clock import EpochClock, peaks
 from torch_parallel.training.compiling import compile_layers
 from torch_parallel.training.evaluate import Evaluation, evaluate
 from torch_parallel.training.feeder import make_feeder
 from torch_parallel.training.job import TARGET_COUNTS, Job
+from torch_parallel.training.operations import operations_of
 from torch_parallel.training.optimizers import make_optimizer
 from torch_parallel.training.record import Epoch, RankEpoch, Saved, Served, Started, Steps
 from torch_parallel.training.recorder import StepRecorder, compute_ends
@@ -38,7 +40,7 @@ from torch_parallel.training.soundness import Soundness, look_at_losses, look_at
 from torch_parallel.training.targets import TargetCounts
 from torch_parallel.training.tracing import Tracer
 from torch_parallel.workloads.task import loss_sum_of
-from torch_parallel.workloads.tree import Tree, count, rows
+from torch_parallel.workloads.tree import Tree, count, first_nan, rows
 
 
 def train_worker(communicator: Communicator, job: Job) -> dict[str, Any]:
@@ -53,20 +55,24 @@ class Trainer:
         self.communicator = communicator
         self.job = job
         self.config = config = job.config
-        self.epochs, self.batch_size = config.epochs_on(job.data_name), config.batch_size_on(job.data_name)
+        self.batch_size = config.batch_size_on(job.data_name)
         self.learning_rate = config.learning_rate_on(job.data_name)
         self.task = job.task
         train_samples, self.test_samples = job.samples(communicator.shared)
         self.train_size = count(train_samples)
         self.targets = TargetCounts(communicator.shared.get(TARGET_COUNTS))
         self.dtype = getattr(torch, config.dtype)
+        self.epoch_sizes = config.epoch_sizes(self.train_size)
         update_count = STRATEGIES[config.strategy].update_count
-        self.total_steps = self.epochs * update_count(self.train_size, self.batch_size, communicator.worker_count)
+        self.total_steps = sum(
+            update_count(size, self.batch_size, communicator.worker_count) for size in self.epoch_sizes
+        )
         self.steps_done = 0  # of the run; between two epochs, the updates that were made
         self.saved_step = 0
         self.samples_done = 0  # of the present epoch, by all workers
         self.targets_seen = 0  # of the present epoch, by this rank; what a resumed epoch had seen, by the first worker
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=communicator.device)  # of the present epoch
+        self._fed: deque[Tensor] = deque(maxlen=2)  # the indices of the samples of this step and of the one before
         self.compiled_for: set[int] = set()  # batches of these sizes
         self.history: list[Epoch] = []
         self.tracer: Tracer | None = None
@@ -75,7 +81,7 @@ class Trainer:
         if config.checkpoint_every:
             model_state.check_plain(extra_state(self.model))
             model_state.check_resumable(self.model)
-        saved = checkpoint.load(Path(job.resume_from)) if job.resume_from else None
+        saved = self._saved(job.resume_from) if job.resume_from else None
         if saved is not None:
             model_state.load_model(self.model, saved)
         if config.compile:
@@ -96,10 +102,11 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         if self.communicator.worker_index == 0:
-            started = Started(len(self.history), self.strategy.describe_buckets(), self.model.training)
-            self.communicator.report(started)
+            operations = operations_of(self.job, self.communicator, self.model)
+            buckets = self.strategy.describe_buckets()
+            self.communicator.report(Started(len(self.history), buckets, self.model.training, *operations))
         first_epoch = len(self.history) + 1
-        for epoch in range(first_epoch, self.epochs + 1):
+        for epoch in range(first_epoch, len(self.epoch_sizes) + 1):
             spent, train_s, rate = self.train_epoch(epoch, warms_up=epoch == first_epoch)
             self._finish_epoch(epoch, spent, train_s, rate)
             if not self.config.in_step and self._checkpoint_is_due():
@@ -135,7 +142,7 @@ class Trainer:
     def train_epoch(self, epoch: int, warms_up: bool = False) -> tuple[RankEpoch, float, float]:
         """What this rank spent, the seconds of the training part, and the samples a second of all workers."""
         self.clock = EpochClock(self.strategy)
-        first_sample, warm_up = self.samples_done, (0.0, self.samples_done)
+        first_sample, warm_up, first = self.samples_done, (0.0, self.samples_done), None
         step = 0
         for step, (indices, share, upcoming) in enumerate(self._batches(epoch), start=1):
             with self._where(step, epoch):
@@ -143,16 +150,20 @@ class Trainer:
                 if warms_up and step == 1:
                     self.strategy.confirm()
                     warm_up = (self.clock.seconds, self.samples_done)
+                    first = self.clock.spent(warm_up[0])
         with self._where(step, epoch):
             self.strategy.confirm()
         train_s = self.clock.seconds
-        self.samples_done = self.train_size  # what this rank did not do, others did
+        self.samples_done = self.epoch_sizes[epoch - 1]  # what this rank did not do, others did
         if warm_up[1] == self.samples_done:  # there was one step only, or none
-            warm_up = (0.0, first_sample)
+            warm_up, first = (0.0, first_sample), None
         rate = (self.samples_done - warm_up[1]) / max(train_s - warm_up[0], 1e-9)
-        self.communicator.status.step(epoch, step_count(self.train_size, self.batch_size), self.samples_done)
+        self.communicator.status.step(epoch, step_count(self.samples_done, self.batch_size), self.samples_done)
         self.samples_done = 0
-        return self.clock.spent(train_s), train_s, rate
+        spent = self.clock.spent(train_s)
+        spent.set_parts(train_s, first, warm_up[0])
+        spent.peak_process_bytes, spent.peak_gpu_bytes = peaks(self.communicator.device)
+        return spent, train_s, rate
 
     def _step(self, indices: Tensor, share: Share, upcoming: Tensor | None, step: int, epoch: int) -> None:
         """One optimizer step, and what is due after it; `upcoming` are the next one's indices, where they are known."""
@@ -165,17 +176,22 @@ class Trainer:
         if self.recorder:
             self.recorder.begin()
         self.strategy.begin_step()
+        self._fed.append(indices)
         own_targets, *others = self.targets.of_step(share, self.communicator.worker_count)
         divided_by = divisor(config.aggregate, own_targets, *others)
         before = (self.loss_sum.clone(), self.targets_seen) if config.not_finite == "skip" else None
         compiling = self._compiling(len(indices))
         with self._span("compute", f"step {step} of epoch {epoch}"), compiling:
             start_s = time.perf_counter()
-            for number, (batch, size) in enumerate(self.feeder.feed(indices, config.accumulate), start=1):
+            parts = max(1, min(config.accumulate, len(indices)))  # none is empty, unless all is
+            for number, (batch, size) in enumerate(self.feeder.feed(indices, parts), start=1):
                 # a rank without samples exchanges all the same
-                if size or self.strategy.every_rank_computes:
-                    with self.strategy.synchronising(last=number == config.accumulate):
-                        self._forward_and_backward(batch, divided_by)
+                if size:
+                    with self.strategy.synchronising(last=number == parts):
+                        if share.is_empty:
+                            self._take_part(batch)
+                        else:
+                            self._forward_and_backward(batch, divided_by)
             self.targets_seen += own_targets
             if upcoming is not None:
                 self.feeder.prefetch(upcoming)
@@ -184,7 +200,7 @@ class Trainer:
         if before is not None and self.strategy.step_was_skipped:
             self.loss_sum, self.targets_seen = before
         if config.in_step and share.count < self.communicator.worker_count:
-            self._share_with_the_idle(has_samples=len(indices) > 0)
+            self._share_with_the_idle(has_samples=not share.is_empty)
         if self.recorder:
             self.recorder.end(epoch, step)
         self.steps_done += 1
@@ -206,21 +222,43 @@ class Trainer:
         try:
             yield
         except (NotFinite, ReplicasDiffer) as error:
-            step -= getattr(error, "late", False)
-            text = f"{error} in step {step} of epoch {epoch} on rank {self.communicator.rank}"
-            if isinstance(error, NotFinite):
-                text += "; a smaller --lr may help, or --clip_norm, or --not_finite skip"
+            late = getattr(error, "late", False)
+            text = f"{error} in step {step - late} of epoch {epoch} on rank {self.communicator.rank}"
+            if isinstance(error, NotFinite) and "gradient" in text:
+                text += f"; {self._why_not_finite(late)}"
             raise type(error)(text) from None
+
+    def _why_not_finite(self, late: bool) -> str:
+        """What is to blame for a gradient of this step, or `late` of the one before: a sample; else, what may help."""
+        fed = self._fed[-1 - late] if len(self._fed) > late else None
+        found = first_nan(self.feeder.samples, fed) if fed is not None else None
+        if found is not None:
+            sample, field = found
+            where = f"sample {sample} of the {self.train_size} that are trained on" + (f", in {field}" if field else "")
+            return f"{where}, is NaN: mend the data or leave it out, or take --not_finite skip"
+        return "a smaller --lr may help, or --clip_norm, or --not_finite skip"
 
     def _checkpoint_is_due(self) -> bool:
         """Whether a multiple of `checkpoint_every` steps has been reached since the last one."""
         every = self.config.checkpoint_every
         return every > 0 and self.steps_done // every > self.saved_step // every
 
-    def _forward_and_backward(self, stored: Tree, divided_by: int) -> None:
+    def _take_part(self, lent: Tree) -> None:
+        """Forward and backward of a rank without samples: with another one's, and gradients of zeros.
+
+        The strategy needs every rank's backward, and many models take no empty batch. Nothing is drawn.
+        """
+        device = self.communicator.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            (self._loss_sum(lent) * 0).backward()
+
+    def _loss_sum(self, stored: Tree) -> Tensor:
         with self._precision():
             batch = self.task.prepare(stored, self.dtype)
-            loss_sum = loss_sum_of(self.task, self.task.forward(self.strategy.forward, batch), batch)
+            return loss_sum_of(self.task, self.task.forward(self.strategy.forward, batch), batch)
+
+    def _forward_and_backward(self, stored: Tree, divided_by: int) -> None:
+        loss_sum = self._loss_sum(stored)
         (loss_sum / (divided_by / self.strategy.loss_factor)).backward()
         self.loss_sum += loss_sum.detach()
 
@@ -229,13 +267,15 @@ class Trainer:
 
         Raises NotFinite where the model, its optimizer's state or a loss is not finite, or most steps were skipped.
         """
-        steps = step_count(self.train_size, self.batch_size)
+        steps = step_count(self.epoch_sizes[epoch - 1], self.batch_size)
         with self._where(steps, epoch):
             self.soundness.look(self.strategy)
         if self.recorder:
             self.communicator.report(Steps(self.recorder.take()))
+        start_s = time.perf_counter()
         with self._span("evaluate", f"epoch {epoch}"):
             tested = self._evaluate()
+        test_s = time.perf_counter() - start_s
         skipped = self.strategy.skipped_steps
         own = [self.loss_sum.item(), self.targets_seen, skipped, self.steps_done]
         table = self.communicator.all_ranks(torch.tensor([*own, *spent.numbers()], dtype=torch.float64, device="cpu"))
@@ -252,6 +292,7 @@ class Trainer:
             metrics=metrics,
             train_s=train_s,
             samples_per_s=rate,
+            test_s=test_s,
             skipped_steps=skipped,
             ranks=[RankEpoch.from_numbers(row[len(own) :].tolist()) for row in table],
             served=Served.of(self.strategy.tally, self.communicator),
@@ -320,8 +361,18 @@ class Trainer:
         self.communicator.barrier()  # here ranks wait as long as it takes, elsewhere not under every strategy
         self.saved_step = self.steps_done
 
+    def _saved(self, path: str) -> dict[str, Any]:
+        """The checkpoint from which the run goes on. Other machines may not see the files of rank 0's."""
+        communicator = self.communicator
+        if communicator.store is None or not communicator.nodes:
+            return checkpoint.load(Path(path))
+        own = checkpoint.load(Path(path)) if communicator.rank == 0 else None
+        saved: dict[str, Any] = communicator.broadcast_object(own, name="the checkpoint")
+        return saved
+
     def _restore(self, saved: dict[str, Any]) -> None:
         communicator = self.communicator
+        saved, cut_short = checkpoint.with_epoch_reopened(saved, self.epoch_sizes)
         self.steps_done, self.samples_done = saved["step"], saved["samples_done"]
         self.saved_step = self.steps_done
         if communicator.worker_index == 0 and self.samples_done:
@@ -339,6 +390,8 @@ class Trainer:
             self.loss_sum.fill_(own["loss_sum"])
         elif communicator.worker_index == 0:
             self.loss_sum.fill_(sum(rank["loss_sum"] for rank in saved["ranks"]))
+        if cut_short is not None:
+            self.loss_sum.fill_(cut_short["train_loss"] * self.targets_seen)
 
     def _precision(self) -> AbstractContextManager[None]:
         bf16 = self.config.precision == "bf16"
@@ -356,10 +409,12 @@ class Trainer:
 
     def _batches(self, epoch: int) -> Iterator[tuple[Tensor, Share, Tensor | None]]:
         """For each step the indices and the share, and the next step's indices if they are known before."""
-        shares = self.strategy.shares(self.train_size, self.batch_size, first_sample=self.samples_done)
+        size = self.epoch_sizes[epoch - 1]
+        shares = self.strategy.shares(size, self.batch_size, first_sample=self.samples_done)
         order = self._order(epoch)
         self.targets.begin_epoch(order)
-        drawn = batches(order.to(self.feeder.index_device), shares)
+        lend = self.strategy.every_rank_computes
+        drawn = batches(order.to(self.feeder.index_device), shares, lend)
         return looking_ahead(drawn) if self.strategy.knows_next_share else ((*each, None) for each in drawn)
 
     def _order(self, epoch: int) -> Tensor:

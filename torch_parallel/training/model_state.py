@@ -62,8 +62,7 @@ def load_model(model: nn.Module, saved: dict[str, Any]) -> None:
     Buffers come from the lowest rank that trained, those that forward had made among them.
     """
     buffers = saved["ranks"][saved["server_count"]]["buffers"]
-    present = {name: described(buffer) for name, buffer in model.named_buffers()}
-    make_missing_buffers(model, {name: described(value) for name, value in buffers.items() if name not in present})
+    make_missing_buffers(model, {name: described(value) for name, value in buffers.items()})
     with _expanded_set_aside(model):
         model.load_state_dict(saved["model"])
     _fill_buffers(model, buffers)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import socket
 
+from torch_parallel.nics import INTERFACES
 from torch_parallel.training.config import ConfigError
 
 ANSWER_S = 5.0
-INTERFACES = "GLOO_SOCKET_IFNAME"
 
 
 def check_network(who: str, instead: str, device: str) -> None:

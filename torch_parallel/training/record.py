@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,18 +27,38 @@ class RankEpoch:
     update_s: float = 0.0
     waited_for_s: list[float] = field(default_factory=list)  # by peer
     received_bytes: list[int] = field(default_factory=list)  # by peer
+    nic_bytes: list[int] = field(default_factory=list)  # of the node's cards, sent and received; on its lowest rank
+    peak_process_bytes: int = 0  # of memory, in the run so far
+    peak_gpu_bytes: int = 0  # likewise, of what torch has taken of the GPU
+    exchanged_part: float = math.nan  # of the epoch's seconds; the run's first step, which warms up, is left out
+    waited_part: float = math.nan  # likewise
 
     def numbers(self) -> list[float]:
         """All figures in a row, for an exchange between ranks; `from_numbers` is the reverse."""
         parts = [self.compute_s, self.exchange_s, self.wait_s, self.update_s]
-        return [*parts, *self.waited_for_s, *self.received_bytes]
+        parts += [self.exchanged_part, self.waited_part, self.peak_process_bytes, self.peak_gpu_bytes]
+        return [*parts, len(self.nic_bytes), *self.nic_bytes, *self.waited_for_s, *self.received_bytes]
 
     @classmethod
     def from_numbers(cls, numbers: list[float]) -> RankEpoch:
-        per_peer = (len(numbers) - 4) // 2
-        compute_s, exchange_s, wait_s, update_s = numbers[:4]
-        received_bytes = [int(number) for number in numbers[4 + per_peer :]]
-        return cls(compute_s, exchange_s, wait_s, update_s, numbers[4 : 4 + per_peer], received_bytes)
+        seconds, parts, peaks, of_nics, rest = numbers[:4], numbers[4:6], numbers[6:8], int(numbers[8]), numbers[9:]
+        by_peer = rest[of_nics:]
+        per_peer = len(by_peer) // 2
+        spent = cls(seconds[0], seconds[1], seconds[2], seconds[3])
+        spent.exchanged_part, spent.waited_part = parts
+        spent.peak_process_bytes, spent.peak_gpu_bytes = map(int, peaks)
+        spent.nic_bytes = [int(number) for number in rest[:of_nics]]
+        spent.waited_for_s = by_peer[:per_peer]
+        spent.received_bytes = [int(number) for number in by_peer[per_peer:]]
+        return spent
+
+    def set_parts(self, train_s: float, first: RankEpoch | None, first_s: float) -> None:
+        """`train_s` are the seconds of the epoch, `first_s` those of a first step that is left out."""
+        first = first or RankEpoch()
+        rest_s = train_s - first_s
+        if rest_s > 0:
+            self.exchanged_part = (self.exchange_s - first.exchange_s) / rest_s
+            self.waited_part = (self.wait_s - first.wait_s) / rest_s
 
 
 @dataclass
@@ -90,6 +111,7 @@ class Epoch:
     ranks: list[RankEpoch]
     served: Served | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    test_s: float = math.nan  # the evaluation, on the first worker
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Epoch:
@@ -106,6 +128,8 @@ class Started:
     epochs_done: int  # by the run that is resumed
     buckets: list[dict[str, Any]]  # see Strategy.describe_buckets
     in_training_mode: bool = True  # the model, as make_model left it
+    flops_of_sample: float | None = None  # floating-point operations of forward and backward; asked for on GPUs alone
+    arithmetic: str = "full"  # what a GPU does most of them in: see `flops.arithmetic`
 
 
 @dataclass

@@ -11,9 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torch_parallel.strategies.model_check import UnsupportedModel
-
-IN_FLOAT64 = {torch.float32: torch.float64, torch.complex64: torch.complex128}
-"""What becomes of a model's tensors in a run of float64. All other types, and in other runs all, stay as they are."""
+from torch_parallel.workloads.whole_model import in_type
 
 
 def build_replica(make_model: Callable[[], nn.Module], device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -25,11 +23,7 @@ def build_replica(make_model: Callable[[], nn.Module], device: torch.device, dty
     model = make_model()
     if not isinstance(model, nn.Module):
         raise UnsupportedModel(f"make_model returned a {type(model).__name__}, and a torch.nn.Module is needed")
-    model = model.to(device)
-    if dtype == torch.float64:
-        for tensor in (*model.parameters(), *model.buffers()):
-            if not is_lazy(tensor) and tensor.dtype in IN_FLOAT64:
-                tensor.data = tensor.data.to(IN_FLOAT64[tensor.dtype])
+    model = in_type(model.to(device), dtype)
     _check_type(model, dtype)
     return model
 

@@ -7,15 +7,19 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_parallel import preflight
+from torch_parallel import joined, preflight
+from torch_parallel.collectives.schedule import Nodes
 from torch_parallel.devices import choose_processes, one_thread_after_fork
 from torch_parallel.files import path_of
 from torch_parallel.launcher import launch
+from torch_parallel.nics import named_by_environment
 from torch_parallel.results import ResultsError, RunFolder, environment
 from torch_parallel.strategies import BUILTIN, STRATEGIES
 from torch_parallel.trace import write_chrome_trace
@@ -28,9 +32,16 @@ from torch_parallel.training.loop import train_worker
 from torch_parallel.training.network import check_network
 from torch_parallel.training.optimizers import DEFAULT_LR
 from torch_parallel.workloads import DataError, Dataset, load_dataset
-from torch_parallel.workloads.load import load_workload, of_images
+from torch_parallel.workloads.load import length_of, load_workload, of_images
 from torch_parallel.workloads.own import as_workload
+from torch_parallel.workloads.trial import is_own, trial_of
 from torch_parallel.workloads.workload import Workload
+
+MUST_BE_EQUAL = (
+    *("workload", "model", "model_size", "pretrained", "dataset", "length"),
+    *("train_size", "seed", "optimizer", "dtype"),
+)
+"""What a run that goes on must have as the run before it."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,8 @@ class TrainingRun:
     weights: dict[str, Tensor]
     folder: str
     weights_file: str
+    rank: int = 0
+    """Of this process, where others have started it as one of several; what the run shows and writes is rank 0's."""
 
     @property
     def test_accuracy(self) -> float:
@@ -66,14 +79,82 @@ def train(
     `make_model` and `dataset` take the place of `config.model` and `config.dataset`: any model that maps a batch of
     inputs to logits, any four tensors. `workload` takes the place of both: any model, a task that says its loss, any
     tensors. `worker_function` is for those who wrap `train_worker`. Works in a notebook,
-    with functions defined in a cell, any number of times.
+    with functions defined in a cell, any number of times. Under torchrun, srun or mpirun all of their processes call
+    it, and are the run's; all return the same, but for `weights`, which processes that do not see rank 0's files have
+    not.
 
-    Raises ConfigError, DeviceError, DataError, CheckpointError, PreflightError and ResultsError before anything is
-    started, WorkerFailure where a worker failed; the epochs that were finished until then are in the results.
+    Raises RendezvousError where processes that others have started do not meet, ConfigError, DeviceError, DataError,
+    CheckpointError, PreflightError and ResultsError before anything is started, WorkerFailure where a worker failed;
+    the epochs that were finished until then are in the results.
     """
-    _refuse_a_launcher_around_this_one()
+    given = make_model, dataset, workload, verbose, worker_function
+    meeting = joined.group(config.deadline_s)
+    if meeting is None:
+        return _train(emulation.on_nodes(config, (0,)), *given, launch, emulation.processes(config))
+    meeting.nics = config.nic_names or named_by_environment()
+    if meeting.rank > 0:
+        run: TrainingRun = joined.follow(meeting, partial(_shared_tensors, config, make_model, dataset, workload))
+        on_this_machine = Path(run.weights_file).exists()
+        weights = torch.load(run.weights_file, weights_only=False) if on_this_machine else {}
+        return replace(run, weights=weights, rank=meeting.rank)
+    with joined.leading(meeting) as lead:
+        count = _all_processes(config, meeting.world_size)
+        config = emulation.on_nodes(config, meeting.nodes)
+        run = _train(config, *given, lead.launch, count, lead.attempts_before, meeting.nodes)
+        lead.conclude(replace(run, weights={}))
+    return run
+
+
+def _shared_tensors(
+    config: RunConfig,
+    make_model: Callable[[], nn.Module] | None,
+    dataset: Dataset | None,
+    workload: Workload | None,
+) -> dict[str, Tensor]:
+    """What rank 0 shares with the ranks of its node, made on another one."""
+    own, _ = _workload(config, make_model, dataset, workload)
+    return make_job(config, own.task, own.samples, own.make_model)[1]
+
+
+def _all_processes(config: RunConfig, started: int) -> int:
+    """Where somebody else has started the processes. Raises ConfigError unless they are as many as are asked for."""
+    asked = emulation.processes(config)
+    if asked not in (None, started):
+        of_nodes = f"--nodes {config.nodes} --workers_per_node {config.workers_per_node}, which are {asked} processes"
+        name = of_nodes if config.n_gpus is None else f"--n_gpus {asked}"
+        raise ConfigError(f"{name}: {started} were started: start as many as that, or leave it out")
+    if (used := replace(config, n_gpus=started).process_count) != started:
+        raise ConfigError(
+            f"--strategy {config.strategy}: it is {used} process, and {started} were started: run it with plain python"
+        )
+    return started
+
+
+def _train(
+    config: RunConfig,
+    make_model: Callable[[], nn.Module] | None,
+    dataset: Dataset | None,
+    workload: Workload | None,
+    verbose: bool,
+    worker_function: Callable[..., Any],
+    launch: Callable[..., list[Any]],
+    processes_asked: int | None,
+    attempts_before: Callable[[str], list[str]] = lambda folder: [],
+    nodes: Nodes = (),
+) -> TrainingRun:
+    """`train`, where `launch` gives it its processes: as many as are asked for, where that is said.
+
+    `attempts_before` takes the folder of this run's checkpoints, and gives those of attempts before: this one goes on
+    from the newest that is complete. `nodes` are those on which the processes stand, where they are known.
+    """
     servers = STRATEGIES[config.strategy].server_count
-    n, device, device_line = choose_processes(emulation.processes(config), config.device, servers)
+    share = config.setup is not None
+    if len(set(nodes)) > 1:  # each machine has as many devices as its own ranks need
+        here = max(map(nodes.count, nodes))
+        _, device, device_line = choose_processes(here, config.device, 0, share)
+        n = len(nodes)
+    else:
+        n, device, device_line = choose_processes(processes_asked, config.device, servers, share)
     config = replace(config, n_gpus=n)
     if config.performer != "auto" and device != "cuda":
         raise ConfigError(f"--performer {config.performer}: this run uses no GPU; take --performer auto")
@@ -84,22 +165,38 @@ def train(
         check_network(f"--strategy {config.strategy}", instead, device)
     if config.compile:
         check_compiler(device)
+    workload_is_given = workload is not None
     is_the_users = make_model is not None or workload is not None or config.workload is not None
     workload, data_line = _workload(config, make_model, dataset, workload)
     samples, model_name = workload.samples, workload.model_name
-    config = config.on_dataset(samples.name)
-    config = replace(config, train_size=samples.train_size, test_size=samples.test_size)
+    defaults = asdict(RunConfig())
+    asked = {name: value for name, value in asdict(config).items() if value != defaults[name]}
+    config = config.resolved(samples.known_as, samples.train_size, samples.test_size)
     processes = config.process_count
     if processes < n and device == "cpu":
         device_line = f"no GPU: {config.strategy} runs the plain module in {processes} process"
-    resume_from, resume_line = _checkpoint_to_resume(config, samples.name) if config.resume else (None, None)
-    batch_norm_line = _check_the_machine(config, workload, is_the_users, device)
+    resume_from, resume_line = None, None
+    if config.resume:
+        resume_from, resume_line = _checkpoint_to_resume(config, samples.name, workload_is_given)
+    batch_norm_line = _check_the_machine(config, workload, is_the_users, device, len(set(nodes)) > 1)
     _check_writable(steps_csv=config.steps_csv, trace=config.trace)
     folder = RunFolder(config.results_dir, f"{config.strategy}_{model_name}_{samples.name}_n{n}")
     checkpoints = str(folder.path / "checkpoints")
+    for before in attempts_before(checkpoints):
+        if checkpoint.complete_checkpoints(Path(before)):
+            resumed = replace(config, resume=before)
+            resume_from, resume_line = _checkpoint_to_resume(resumed, samples.name, workload_is_given)
+            break
     job, shared = make_job(config, workload.task, samples, workload.make_model, checkpoints, resume_from)
-    display = Display(config, samples, folder, model_name, device, verbose)
-    description = {"config": asdict(config), "model": model_name, "dataset": data_line, "device": device}
+    nics = config.nic_names or named_by_environment()
+    display = Display(config, workload, folder, device, verbose, nodes, nics)
+    description = {
+        "asked": asked,
+        "config": asdict(config),
+        "model": model_name,
+        "dataset": data_line,
+        "device": device,
+    }
     description["emulated"] = emulation.flags(config)
     description["strategy_options"] = config.strategy_options_on(device)  # defaults may differ by device
     with folder.running(**environment(), **description), contextlib.closing(display):
@@ -158,16 +255,6 @@ def _workload(
     return Workload(make_model, dataset.task, dataset.samples, getattr(make_model, "__name__", "model")), line
 
 
-def _refuse_a_launcher_around_this_one() -> None:
-    """Under torchrun every one of its processes would start workers of its own. Raises ConfigError."""
-    found = [name for name in ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK") if name in os.environ]
-    if found:
-        raise ConfigError(
-            f"{found[0]} is set, as torchrun does: this program starts its processes itself; run it with plain python "
-            f"(python train.py --n_gpus N), or unset {found[0]}"
-        )
-
-
 def _check_writable(**files: str | None) -> None:
     """Raises ResultsError for a file that was asked for and cannot be written. It leaves all as it was."""
     for name, path in files.items():
@@ -184,20 +271,27 @@ def _check_writable(**files: str | None) -> None:
             ) from error
 
 
-def _checkpoint_to_resume(config: RunConfig, dataset_name: str) -> tuple[str, str]:
+def _checkpoint_to_resume(config: RunConfig, dataset_name: str, workload_is_given: bool) -> tuple[str, str]:
     """The complete checkpoint that `config.resume` means, and a line that says so and which settings have changed.
 
-    Raises CheckpointError if it is of another training.
+    A workload that is given in Python is not compared with the place of a function. Raises CheckpointError if it is of
+    another training.
     """
     path = checkpoint.find(str(config.resume))
     content = checkpoint.load(path)
     saved = asdict(RunConfig()) | content["config"] | {"dataset": content["dataset"]}
     ours = asdict(config) | {"dataset": dataset_name}
-    for name in ("model", "model_size", "dataset", "train_size", "seed", "optimizer", "dtype"):
-        if ours[name] != saved[name]:
+    if workload_is_given:
+        ours["workload"] = saved["workload"]
+    for settings in (saved, ours):
+        settings["length"] = length_of(settings["model"], settings["length"])
+    for name in MUST_BE_EQUAL:
+        if not _same(name, ours[name], saved[name]):
+            without, with_it = f"without --{name}", f"with --{name} {saved[name]}"
             raise checkpoint.CheckpointError(
-                f"--resume {path}: it was made with --{name} {saved[name]}, and this run has {ours[name]}; "
-                f"give --{name} {saved[name]}"
+                f"--resume {path}: it was made {without if saved[name] is None else with_it}, and this run has "
+                f"{'none' if ours[name] is None else ours[name]}; "
+                f"{f'leave --{name} out' if saved[name] is None else f'give --{name} {saved[name]}'}"
             )
     training = ["batch_size", "accumulate", "lr", "momentum", "weight_decay", "lr_schedule", "warmup_steps"]
     training += ["clip_norm", "aggregate", "precision", "not_finite"]
@@ -206,19 +300,42 @@ def _checkpoint_to_resume(config: RunConfig, dataset_name: str) -> tuple[str, st
     if saved["lr"] is None:  # it was made when the default was the optimizer's alone
         saved["lr"] = DEFAULT_LR[saved["optimizer"]]
     if config.lr_schedule != "constant":  # else nothing depends on where the training ends
-        training.append("epochs")
+        training += ["epochs", "max_steps"]
+    if config.max_steps is not None:
+        batch, done = saved["batch_size"], sum(each["steps"] for each in content["history"])
+        done += content["samples_done"] // (batch or 1)
+        if batch != ours["batch_size"]:
+            raise checkpoint.CheckpointError(
+                f"--resume {path}: its steps had {batch} samples, those of this run have {ours['batch_size']}; give "
+                "the batch that it had, or leave --max_steps out"
+            )
+        if done >= config.max_steps:
+            raise checkpoint.CheckpointError(f"--resume {path}: it has made {done} steps; give --max_steps of more")
     changed = [f"{name} {saved[name]} -> {ours[name]}" for name in training if ours[name] != saved[name]]
     return str(path), f"going on from {path}" + (f"; changed: {', '.join(changed)}" if changed else "")
 
 
-def _check_the_machine(config: RunConfig, workload: Workload, model_is_given: bool, device: str) -> str | None:
-    """Raises PreflightError where the run needs more than there is. A line to say where a share may be too small."""
+def _same(name: str, ours: Any, saved: Any) -> bool:
+    """Places may be said in several ways: `mine.py:make` and `./mine.py:make` are one."""
+    if ours == saved or None in (ours, saved) or name not in ("workload", "pretrained"):
+        return bool(ours == saved)
+    return os.path.realpath(path_of(ours)) == os.path.realpath(path_of(saved))
+
+
+def _check_the_machine(
+    config: RunConfig, workload: Workload, model_is_given: bool, device: str, over_nodes: bool
+) -> str | None:
+    """A line to say where a worker's share may be too small.
+
+    Raises PreflightError where the run needs more than there is, and DataError for a task that is wrong.
+    """
     strategy, samples = STRATEGIES[config.strategy], workload.samples
     links = emulation.topology(config)
-    one_memory = links is None or links.node_count == 1
+    one_memory = (links is None or links.node_count == 1) and not over_nodes
     preflight.check_open_files(config.process_count)
     model = preflight.dry_build(workload.make_model, model_is_given)
     if model is None:
+        _try_out(workload, config)
         return None
     required = preflight.needs(
         model,
@@ -230,10 +347,20 @@ def _check_the_machine(config: RunConfig, workload: Workload, model_is_given: bo
         common_sums=strategy.common_sums,
         staleness=config.staleness,
         device=device,
-        through_host=strategy.through_host or links is not None,
+        through_host=strategy.through_host or links is not None or over_nodes,
     )
     preflight.check(required)
+    if model.elements <= preflight.LARGEST_TRIED:
+        _try_out(workload, config)
     workers = config.process_count - strategy.server_count
     batch_size = config.batch_size_on(samples.name)
     sizes = samples.train_size, batch_size, workers, config.accumulate
     return preflight.batch_norm_line(*sizes) if model.has_batch_norm else None
+
+
+def _try_out(workload: Workload, config: RunConfig) -> None:
+    """Raises DataError where a task of the user's own gives what cannot be trained on: see `workloads/trial.py`."""
+    if is_own(workload.task):
+        trial = trial_of(workload.task, workload.samples.train, getattr(torch, config.dtype))
+        if fault := preflight.try_out(workload.make_model, trial):
+            raise DataError(fault)

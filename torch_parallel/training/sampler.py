@@ -21,16 +21,30 @@ def step_count(sample_count: int, batch_size: int) -> int:
     return -(-sample_count // batch_size)
 
 
+def epoch_sizes(sample_count: int, batch_size: int, epochs: int | None, max_steps: int | None) -> list[int]:
+    """Samples of each epoch of a run that ends after `epochs`, or after `max_steps` steps, which may be within one."""
+    steps = step_count(sample_count, batch_size)
+    if max_steps is None or (epochs is not None and steps * epochs <= max_steps):
+        assert epochs is not None
+        return [sample_count] * epochs
+    whole, left = divmod(max_steps, steps)
+    return [sample_count] * whole + [left * batch_size] * (left > 0)
+
+
 def epoch_order(sample_count: int, seed: int, epoch: int) -> Tensor:
     """The epoch's permutation of 0..sample_count-1, int64 [sample_count]; epochs count from 1."""
     mixed = (seed * 1_000_003 + epoch) % 2**63  # another sequence for every epoch of every seed
     return torch.randperm(sample_count, generator=torch.Generator("cpu").manual_seed(mixed), device="cpu")
 
 
-def batches(order: Tensor, shares: Iterable[Share]) -> Iterator[tuple[Tensor, Share]]:
-    """The sample indices, int64 [b] where the epoch's `order` is, of each of the shares."""
+def batches(order: Tensor, shares: Iterable[Share], lend: bool = False) -> Iterator[tuple[Tensor, Share]]:
+    """The sample indices, int64 [b] where the epoch's `order` is, of each of the shares.
+
+    With `lend`, a share without samples is lent the first one of its step.
+    """
     for share in shares:
-        yield order[share.places], share
+        first = share.whole.start
+        yield order[slice(first, first + 1) if lend and share.is_empty else share.places], share
 
 
 def looking_ahead(drawn: Iterable[tuple[Tensor, Share]]) -> Iterator[tuple[Tensor, Share, Tensor | None]]:
