@@ -108,6 +108,7 @@ def test_a_control_ends_with_the_weights_of_one_process(
     assert deviation(trained(control, script, tmp_path), one_process) <= 1e-12
 
 
+@pytest.mark.exhaustive
 @both_controls
 @pytest.mark.parametrize(
     ("optimizer", "dtype", "tolerance"),

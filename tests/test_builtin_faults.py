@@ -91,7 +91,7 @@ def test_a_rank_that_ends_early(
     fork_server.start()  # there is torch already
     forked = functools.partial(torch.multiprocessing.start_processes, start_method=fork_server.start_method())
     monkeypatch.setattr(torch.multiprocessing, "spawn", forked)
-    config = RunConfig(n_gpus=2, device="cpu", batch_size=4, dataset="digits").on_dataset("digits")
+    config = RunConfig(n_gpus=2, device="cpu", batch_size=4, dataset="digits").resolved("digits", 16, 16)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     folder = RunFolder(str(tmp_path), "x")
     with pytest.raises(RankFailed) as raised, folder.running():

@@ -49,8 +49,11 @@ def test_grids_repeat_each_cell_at_least_three_times_and_no_two_cells_are_one(na
     assert len(EXPERIMENTS[name].seeds) >= len(SEEDS) == 3 and len(set(cells)) == len(cells)
     assert all(cell.threads >= 1 for cell in cells)
     models = {dict(cell.flags)["model"] for cell in cells}
-    both = {"param_server": {"cnn", "mobilenet_v2"}, "ring_all_reduce": {"cnn", "mobilenet_v2"}}
-    assert models == (both | {"scaling_mobilenet_v2": {"mobilenet_v2"}}).get(name, {"cnn"})
+    others = {name: {"cnn", "mobilenet_v2"} for name in ("param_server", "ring_all_reduce")}
+    others |= {name: {"bert", "vit"} for name in ("transformers_batch", "propagation")}
+    others |= {"scaling_mobilenet_v2": {"mobilenet_v2"}, "transformers_learning_rate": {"bert"}, "machines": {"bert"}}
+    others |= {f"learning_{model}": {model} for model in ("bert", "vit", "gpt2")}
+    assert models == others.get(name, {"cnn"})
 
 
 def test_the_grids_are_those_that_were_asked_for() -> None:

@@ -7,11 +7,12 @@ import io
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import numpy
 import pytest
-from nbclient import NotebookClient
 from PIL import Image
+
+nbformat = pytest.importorskip("nbformat", reason="the package's extra `notebooks` is not installed")
+NotebookClient = pytest.importorskip("nbclient").NotebookClient
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
@@ -37,9 +38,11 @@ def pictures(cell: Any) -> list[numpy.ndarray]:
 def test_there_is_one_for_each_experiment() -> None:
     assert NOTEBOOKS == [
         "collectives_and_stragglers.ipynb",
+        "machines.ipynb",
         "param_server.ipynb",
         "ring_all_reduce.ipynb",
         "scaling.ipynb",
+        "transformers.ipynb",
     ]
 
 

@@ -33,9 +33,11 @@ import torch
 
 from torch_parallel.analysis.findings import summary
 from torch_parallel.analysis.runs import DamagedResults, Unequal, manifest
+from torch_parallel.fetched import at_hand
 from torch_parallel.grids import EXPERIMENTS, Cell, Experiment
 from torch_parallel.results import COLUMNS, RunFolder, environment
 from torch_parallel.training.config import OneLineParser
+from torch_parallel.workloads import DataError
 
 RUN_LIMIT_S = 3600.0
 """No run of a grid takes longer: one that does is stuck."""
@@ -123,8 +125,9 @@ class Grid:
         place = self._runs / f"{time.time_ns()}"
         place.mkdir(parents=True)
         said = place / "said.txt"  # all of it: who speaks last need not be who failed first
-        script, *flags = cell.words(seed)
-        command = [sys.executable, str(_root() / script), *flags, "--results_dir", str(place)]
+        words = cell.words(seed)
+        words[len(cell.before)] = str(_root() / cell.program)
+        command = [sys.executable, *words, "--results_dir", str(place)]
         variables = {**os.environ, "PYTHONUNBUFFERED": "1", **cell.variables}  # its lines in the order of their writing
         with open(said, "w", encoding="utf-8") as opened, _ended_with_us(command, variables, opened) as process:
             try:
@@ -217,7 +220,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     if options.name is None:
         for name, each in EXPERIMENTS.items():
-            print(f"{name:22}{each.what}; {len(each.cells)} cells, seeds {', '.join(map(str, each.seeds))}")
+            print(f"{name:28}{each.what}; {len(each.cells)} cells, seeds {', '.join(map(str, each.seeds))}")
         return
     gpus = torch.cuda.device_count()
     experiment = EXPERIMENTS[options.name].on(gpus)
@@ -231,10 +234,13 @@ def main(arguments: list[str]) -> None:
                 f"all its cells need more GPUs than {gpus}; on the CPU it runs with CUDA_VISIBLE_DEVICES= before it"
             )
         _root()
+        experiment, lines = at_hand(experiment)
+        for line in lines:
+            print(line, flush=True)
         grid = Grid(name, experiment, experiment.seeds, results_dir)
         grid.run()
         print(grid.summary())
-    except (ExperimentError, Unequal, DamagedResults) as error:
+    except (ExperimentError, Unequal, DamagedResults, DataError) as error:
         sys.exit(f"experiment {options.name}: {error}")
     if len(grid.seeds) < 3:
         print("one repeat only: nothing here is to be compared")

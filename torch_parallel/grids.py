@@ -2,68 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch_parallel.strategies import BUILTIN, STRATEGIES, SYNCHRONOUS
-
-KEPT = (
-    *("strategy", "n_gpus", "staleness", "backup_workers", "aggregate", "lr"),
-    *("compute_ms", "straggler", "jitter", "link", "latency"),
-)
-"""Flags of a cell that its quick form has too."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One command of a grid, without its seed."""
-
-    program: str
-    flags: tuple[tuple[str, Any], ...]
-    threads: int  # OMP_NUM_THREADS, of one process: the same grid on a machine with more processors is the same
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """What is set in the environment of the program."""
-        return {"OMP_NUM_THREADS": str(self.threads)}
-
-    @property
-    def workers(self) -> int:
-        """Processes that train, or GPUs that one process trains on."""
-        flags = dict(self.flags)
-        servers = STRATEGIES[flags["strategy"]].server_count if "strategy" in flags else 0
-        return int(flags["n_gpus"]) - servers
-
-    def words(self, seed: int) -> list[str]:
-        """The program and its arguments."""
-        flags = (*self.flags, ("seed", seed))
-        return [self.program, *(word for name, value in flags for word in (f"--{name}", str(value)))]
-
-    def command(self, seed: int) -> str:
-        """As a reader would type it."""
-        return shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), "python", *self.words(seed)])
-
-    def with_flags(self, **flags: Any) -> Cell:
-        """The same program, strategy, number of processes and what makes them slow, with other flags."""
-        kept = {name: value for name, value in self.flags if name in KEPT}
-        return replace(self, flags=tuple({**kept, **flags}.items()))
-
-
-def train_py(strategy: str, n: int, **flags: Any) -> Cell:
-    """A run of train.py, each process with one thread."""
-    return Cell("train.py", (("strategy", strategy), ("n_gpus", n), *flags.items()), threads=1)
-
-
-def ddp(n: int, **flags: Any) -> Cell:
-    """A run of DistributedDataParallel's control, likewise."""
-    return Cell("ring_all_reduce_builtin.py", (("n_gpus", n), *flags.items()), threads=1)
-
-
-def data_parallel(n: int, **flags: Any) -> Cell:
-    """A run of DataParallel's control: one process, which takes as many threads as there would be workers."""
-    return Cell("param_server_builtin.py", (("n_gpus", n), *flags.items()), threads=n)
-
+from torch_parallel.analysis.transformers import COMPARED
+from torch_parallel.cells import Cell as Cell
+from torch_parallel.cells import data_parallel, ddp, train_py
+from torch_parallel.collectives import HIERARCHICAL
+from torch_parallel.strategies import BUILTIN, SYNCHRONOUS
+from torch_parallel.transformer_grids import BARE, STUDIED, batches, learning, learning_rates, propagation
 
 SEEDS = (0, 1, 2)
 CNN: dict[str, Any] = {"model": "cnn", "dataset": "mnist"}
@@ -116,6 +63,22 @@ def _aggregation() -> list[Cell]:
     return [train_py("ring_all_reduce", 3, **flags, **way) for way in (*ways, ways[2] | {"lr": round(rate / 3, 6)})]
 
 
+LAB_RATE = "200mbit"
+DDP_AT_ITS_BEST = {"bucket_mb": 4}
+"""What it is fastest with there, of 4, 25 and 100 MiB."""
+
+
+def _machines() -> list[Cell]:
+    """Two nodes of four workers with one card each, and with four."""
+    flags = {"model": "bert", "model_size": "tiny", "dataset": "bbc_text", "length": 32, "batch_size": 32}
+    flags |= {"optimizer": "adamw", "lr": 2e-4, "test_size": 32, "epochs": 1, "max_steps": 20}
+    layouts = [name for name, each in SYNCHRONOUS.items() if getattr(each, "algorithm", None) in HIERARCHICAL]
+    cells = [train_py(name, 8, **flags) for name in layouts]
+    cells.append(train_py("ddp", 8, **flags, **DDP_AT_ITS_BEST))
+    lab = ("--nodes", "2", "--workers_per_node", "4", "--rate", LAB_RATE, "--nics")
+    return [replace(cell, lab=(*lab, cards)) for cards in ("1", "4") for cell in cells]
+
+
 WORKERS = 4
 SMALL: dict[str, Any] = {"model": "cnn", "dataset": "digits", "epochs": 2}
 SERVED: dict[str, dict[str, Any]] = {
@@ -148,7 +111,11 @@ def _links() -> list[Cell]:
     flags = SMALL | {"train_size": 640, "batch_size": 64, "compute_ms": 10}
     slow = flags | {"latency": "1ms"}
     strategies = [
-        name for name, each in SYNCHRONOUS.items() if name not in (*BUILTIN, *SERVED) and not each.common_sums
+        name
+        for name, each in SYNCHRONOUS.items()
+        if name not in (*BUILTIN, *SERVED)
+        and not each.common_sums
+        and getattr(each, "algorithm", None) not in HIERARCHICAL  # which are of nodes with several ranks
     ]
     strategies += list(SERVED)
     return [
@@ -171,16 +138,30 @@ class Experiment:
     but: tuple[str, ...] = ()
     """What of HELD they have not: what the comparison is about, or what follows from that."""
     seeds: tuple[int, ...] = SEEDS
+    cells_of_gpus: list[Cell] = field(default_factory=list)
+    """The cells on GPUs, where they are others: larger models, and more steps."""
 
     def on(self, gpus: int) -> Experiment:
         """On a machine with GPUs, where the same commands train on them: those cells that find one for each worker."""
-        return replace(self, cells=[cell for cell in self.cells if not gpus or cell.workers <= gpus])
+        cells = self.cells_of_gpus if gpus and self.cells_of_gpus else self.cells
+        return replace(self, cells=[cell for cell in cells if not gpus or cell.workers <= gpus])
 
     def quick(self) -> Experiment:
-        """The same strategies and numbers of processes, on the digits."""
-        small = {"dataset": "digits", "train_size": 200, "epochs": 2, "model": "cnn"}
-        cells = dict.fromkeys(cell.with_flags(**small) for cell in self.cells)
+        """The same strategies and numbers of processes, on little data that every machine has."""
+        cells = dict.fromkeys(cell.with_flags(**_little(cell)) for cell in self.cells)
         return replace(self, cells=list(cells), seeds=self.seeds[:1])
+
+
+def _little(cell: Cell) -> dict[str, Any]:
+    """The digits with cnn, and a transformer, where the cell has one, for a few steps of an epoch."""
+    flags = dict(cell.flags)
+    model = flags["model"]
+    if model not in STUDIED:
+        return {"dataset": "digits", "train_size": 200, "epochs": 2, "model": "cnn"}
+    same = {name: flags[name] for name in ("model", "batch_size", "optimizer") if name in flags}
+    ends = {"epochs": 2, "train_size": 64} if "epochs" in flags else {"epochs": 1, "max_steps": 3}
+    length = {"length": 16} if model == "bert" else {}
+    return same | {"dataset": BARE[STUDIED[model]], "model_size": "tiny", "test_size": 16} | length | ends
 
 
 EXPERIMENTS = {
@@ -217,4 +198,37 @@ EXPERIMENTS = {
     "links": Experiment(
         "each strategy over emulated links, and over one that is slower", _links(), same=(), but=("steps", "nodes")
     ),
+    "machines": Experiment(
+        "five layouts of the all-reduce, and DistributedDataParallel, on two nodes with one card each and with four",
+        _machines(),
+        apart=("cards",),
+        same=("processors",),
+    ),
+    "transformers_batch": Experiment(
+        "bert and vit on nodes and workers: seconds by the batch of a worker, and at an equal batch of all",
+        batches(on_gpus=False),
+        **COMPARED["transformers_batch"],
+        cells_of_gpus=batches(on_gpus=True),
+    ),
+    "transformers_learning_rate": Experiment(
+        "bert with two learning rates on 1, 2 and 4 workers, as they are and times the workers: accuracy over seeds",
+        learning_rates(on_gpus=False),
+        **COMPARED["transformers_learning_rate"],
+        cells_of_gpus=learning_rates(on_gpus=True),
+    ),
+    "propagation": Experiment(
+        "two nodes near and far, and one without links between its workers: where the seconds of a step go",
+        propagation(on_gpus=False),
+        **COMPARED["propagation"],
+        cells_of_gpus=propagation(on_gpus=True),
+    ),
+    **{
+        f"learning_{model}": Experiment(
+            f"{model} from fresh weights: how well it learns, and in how many minutes",
+            learning(model, on_gpus=False),
+            cells_of_gpus=learning(model, on_gpus=True),
+            seeds=(0, 1, 2, 3, 4) if model == "bert" else SEEDS,
+        )
+        for model in STUDIED
+    },
 }

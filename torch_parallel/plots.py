@@ -16,7 +16,7 @@ from pathlib import Path
 
 import matplotlib.figure
 
-from torch_parallel.analysis import bottlenecks, communication, gpu, plots, timeline, waits
+from torch_parallel.analysis import bottlenecks, communication, gpu, machines, plots, timeline, transformer_plots, waits
 from torch_parallel.analysis.animate import save_gif
 from torch_parallel.analysis.choice import fastest_table
 from torch_parallel.analysis.figure import Figure
@@ -39,6 +39,10 @@ FIGURES: dict[str, tuple[Callable[[Path], Figure], str]] = {
     "all_reduce_gpu.png": (gpu.all_reduce_beside_nccl, "bench_all_reduce_gpu"),
     "all_reduce_gpu_n4.png": (gpu.all_reduce_beside_nccl, "bench_all_reduce_gpu_n4"),
     "ring_all_reduce_gpu.png": (plots.epoch_parts, "ring_all_reduce_gpu"),
+    "transformers_batch.png": (transformer_plots.seconds_by_batch, "transformers_batch"),
+    "transformers_learning_rate.png": (transformer_plots.accuracy_by_epoch, "transformers_learning_rate"),
+    "propagation.png": (transformer_plots.step_parts, "propagation"),
+    "machines.png": (machines.step_bars, "machines"),
 }
 """File -> how it is drawn, and from which experiment or bench."""
 TABLES = ("runs.csv", "bench.csv")

@@ -40,7 +40,10 @@ COLUMNS = (
     "n",
     "workers",  # processes that train
     "nodes",
+    "setup",  # nodes and workers of each
     "batch_size",  # global
+    "per_gpu_batch",  # samples of a step for each worker, where all get as many
+    "max_steps",
     "seed",
     "device",
     "dtype",
@@ -59,6 +62,11 @@ COLUMNS = (
     "metrics",  # what else the task makes of the test samples, as JSON
     "train_s",
     "samples_per_s",
+    "tokens_per_s",  # that count, of texts
+    "flop_utilisation",  # part of the GPUs' published peak that forward and backward of the model make use of
+    "test_s",
+    "test_samples_per_s",
+    "test_tokens_per_s",
     "skipped_steps",
     "updates",  # of the epoch; this and the next five on the server of a strategy that may go on without some workers
     "staleness_mean",
@@ -72,8 +80,14 @@ COLUMNS = (
     "exchange_s",
     "wait_s",
     "update_s",
+    "exchanged_part",  # of train_s without the run's first step
+    "waited_part",  # likewise
+    "peak_process_bytes",  # of memory
+    "peak_gpu_bytes",  # that torch took of the GPU
     "waited_for_s",  # seconds by peer, as JSON
     "received_bytes",  # bytes by peer, as JSON
+    "nic_bytes",  # of the node's cards, sent and received as the system counts, as JSON; on its lowest rank
+    "nic_message_bytes",  # likewise, as the messages of its ranks add up
     "started",  # of the run
     "command",
     "commit",

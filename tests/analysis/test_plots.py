@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import shutil
 import statistics
@@ -201,6 +202,20 @@ def test_a_changed_figure_shows_in_the_table(tmp_path: Path) -> None:
         writer.writeheader()
         writer.writerows(rows)
     assert TABLES["experiments"](results) != TABLES["experiments"](RESULTS)
+
+
+def test_the_table_of_steps_tells_sizes_and_sides_apart(tmp_path: Path) -> None:
+    """Two folders that are alike in all that older benches have, and have rows of their own in the table."""
+    results = tmp_path / "results"
+    (committed,) = (RESULTS / "bench_step").glob("*_bench_step_cnn_n2")
+    told = {"model_size": "tiny", "task": "masked", "length": 8, "vocabulary_size": 50, "way": "apart"}
+    for name, more in (("2026-11-29_1", {}), ("2026-11-29_2", told)):
+        shutil.copytree(committed, results / "bench_step" / name)
+        manifest = results / "bench_step" / name / "manifest.json"
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | more))
+    names = {line.split(" | ")[0] for line in TABLES["step"](results).splitlines()[2:] if line.startswith("|")}
+    alike = "0.1 M, 64, full, sgd, 2"
+    assert names == {f"| cnn, {alike}", f"| cnn tiny (masked, 8 of 50 tokens), each side apart, {alike}"}
 
 
 def test_figures_of_unlike_runs_are_not_drawn(tmp_path: Path) -> None:

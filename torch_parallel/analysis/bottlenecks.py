@@ -181,7 +181,7 @@ def collectives_of(strategy: str) -> list[Collective]:
         return [COLLECTIVES["push"], COLLECTIVES["broadcast"]]
     if strategy == "sharded_param_server":
         return [COLLECTIVES["direct_reduce_scatter"], COLLECTIVES["direct_all_gather"]]
-    return [ALL_REDUCE[strategy.removesuffix("_all_reduce")]]
+    return [COLLECTIVES[strategy.removesuffix("_all_reduce")]]
 
 
 def added_by_links_s(linked: list[Run], runs: list[Run]) -> list[float]:

@@ -20,9 +20,14 @@ COLOURS = {
     "param_server_async": "#D55E00",
     "param_server_bounded": "#B8A800",
     "param_server_backup": "#7F5A2E",
+    "1_1": "#222222",
+    "1_2": "#56B4E9",
+    "1_4": "#0072B2",
+    "2_1": "#E69F00",
+    "2_2": "#D55E00",
 }
 """One a strategy, in every figure: those of Okabe and Ito, which the colour-blind can tell apart, their yellow darker,
-and a brown. Markers differ too."""
+and a brown. Markers differ too. Set-ups, nodes and workers of each, have figures of their own: one node is blue."""
 MARKERS = {
     "ring_all_reduce": "o",
     "ddp": "s",
@@ -33,6 +38,11 @@ MARKERS = {
     "param_server_async": "s",
     "param_server_bounded": "D",
     "param_server_backup": "P",
+    "1_1": "x",
+    "1_2": "o",
+    "1_4": "s",
+    "2_1": "^",
+    "2_2": "D",
 }
 OTHER = "#999999"
 

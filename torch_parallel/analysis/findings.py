@@ -60,13 +60,21 @@ def summary(
         lines.append(", ".join(f"{name} {value}" for name, value in zip(apart, key, strict=True)))
         lines.append(f"  held equal: {'; '.join(f'{name} {value}' for name, value in held.items())}")
         for label, of_label in by_label(runs).items():
-            median, least, largest = spread([run.epoch_s for run in of_label])
+            what, seconds = _seconds(of_label)
+            median, least, largest = spread(seconds)
             accuracy, worst, best = spread([100 * run.epochs[-1].test_accuracy for run in of_label])
             lines.append(
-                f"  {label:44}{median:8.3f} s an epoch ({least:.3f} to {largest:.3f})   "
+                f"  {label:44}{median:8.3f} s {what} ({least:.3f} to {largest:.3f})   "
                 f"test accuracy {accuracy:.2f} % ({worst:.2f} to {best:.2f})   {len(of_label)} runs"
             )
     return "\n".join(lines)
+
+
+def _seconds(runs: list[Run]) -> tuple[str, list[float]]:
+    """What is timed, and its seconds: an epoch, or samples where runs end after so many steps."""
+    if any(run.given("max_steps") for run in runs):
+        return "for 1,000 samples", [run.per_1000_s for run in runs]
+    return "an epoch", [run.epoch_s for run in runs]
 
 
 def ring_beside_ddp(folder: str | Path) -> str:

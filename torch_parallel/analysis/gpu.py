@@ -43,7 +43,7 @@ KINDS = {"forward, backward, copies": "#D9D9D9", "exchange": "#D55E00", "update"
 OVERLAPPING = "overlapping"
 """In the names of sides that exchange during backward."""
 PROFILED_STEPS = 3
-"""As many as gpu_work.csv holds of each side (`bench/step.py`)."""
+"""As many as gpu_work.csv holds of each side (`bench/turns.py`)."""
 
 
 def read_gpu_bench(folder: str | Path) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
@@ -45,8 +46,8 @@ def accuracy(folder: str | Path) -> Figure:
             values = [[100 * epoch.test_accuracy for epoch in run.epochs] for run in of_label]
             epochs = [epoch.epoch for epoch in of_label[0].epochs]
             seconds = [list(accumulate(epoch.train_s for epoch in run.epochs)) for run in of_label]
-            _band(over_epochs, epochs, values, label)
-            _band(over_seconds, [statistics.median(at) for at in zip(*seconds, strict=True)], values, label)
+            band(over_epochs, epochs, values, label)
+            band(over_seconds, [statistics.median(at) for at in zip(*seconds, strict=True)], values, label)
         images = f"{int(held['train_size']):,} images"
         over_epochs.set(xlabel="epochs", ylabel="test accuracy (%)", title=f"{model}, {images}: by epochs")
         over_epochs.set_xticks(epochs)
@@ -55,12 +56,12 @@ def accuracy(folder: str | Path) -> Figure:
     return figure
 
 
-def _band(axes: Axes, places: Sequence[float], repeats: list[list[float]], label: str) -> None:
+def band(axes: Axes, places: Sequence[float], repeats: list[list[float]], label: str, **more: Any) -> None:
     """A line through the medians of the repeats, and a band from the least to the largest."""
     columns = [spread(list(column)) for column in zip(*repeats, strict=True)]
     look = style(label)
     middle, least, largest = (list(values) for values in zip(*columns, strict=True))
-    axes.plot(places, middle, label=label, markersize=5, linewidth=1.5, **look)
+    axes.plot(places, middle, label=label, markersize=5, linewidth=1.5, **look, **more)
     axes.fill_between(places, least, largest, color=look["color"], alpha=0.15, linewidth=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)
@@ -92,17 +93,22 @@ def epoch_parts(folder: str | Path) -> Figure:
             axes.errorbar(middle, row, xerr=[[middle - least], [largest - middle]], color="#222222", capsize=3)
             axes.annotate(f"{middle:.2f} s", (largest, row), (6, 0), textcoords="offset points", va="center")
         names = [f"{label}\n({_exchange_told(of_label)})" for label, of_label in groups.items()]
-        axes.set_yticks(range(len(groups)), names)
-        axes.set_ylim(len(groups) - 0.5, -0.5)
-        axes.margins(x=0.12)
-        axes.set_xlim(left=0)
+        frame_bars(axes, names)
         axes.set_title(f"{model}, {int(held['train_size']):,} images, batch {held['batch_size']}", fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel("seconds of an epoch, medians of its parts and of the whole")
     handles = [Patch(color=PART_COLOURS[part], label=part) for part in PARTS]
     handles.insert(2, Patch(facecolor=PART_COLOURS["exchange"], hatch="//", label="exchange and wait, timed together"))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
     return figure
+
+
+def frame_bars(axes: Axes, names: list[str]) -> None:
+    """Around bars that lie below each other, the first on top."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.margins(x=0.12)
+    axes.set_xlim(left=0)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _with_waiting(run: Run) -> bool:

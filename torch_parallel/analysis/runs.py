@@ -31,6 +31,9 @@ PARTS = ("compute", "exchange", "wait", "update")
 
 MEASURED = ("train_s", "samples_per_s", "train_loss", "test_accuracy")
 
+PARTS_OF_TIME = ("exchanged_part", "waited_part")
+"""Columns that older tables have not."""
+
 HELD = (
     "kind",
     "dataset",
@@ -52,7 +55,10 @@ HELD = (
 """What runs that are compared must have in common, besides machine and versions, which one folder has in common."""
 
 
-OTHER_FLAGS = ("momentum", "weight_decay", "lr_schedule", "warmup_steps", "clip_norm", "accumulate", "not_finite")
+OTHER_FLAGS = (
+    *("momentum", "weight_decay", "lr_schedule", "warmup_steps", "clip_norm", "accumulate", "not_finite"),
+    *("length", "pretrained", "precision", "compile"),
+)
 """Flags that change the training and have no column: they are read off the commands."""
 COMMON_OPTIONS = (
     *("bucket_mb", "compute_ms", "latency", "timed_every"),
@@ -122,6 +128,8 @@ class EpochFigures:
     train_loss: float
     test_accuracy: float
     parts_s: dict[str, float | None]  # mean over the workers; None where a program cannot tell it apart
+    exchanged_part: float | None = None  # of the seconds, the mean over the workers; None where it is not known
+    waited_part: float | None = None
 
 
 @dataclass(frozen=True)
@@ -148,20 +156,36 @@ class Run:
         return self.strategy == "data_parallel" and self.setting("device") == "cpu"
 
     def setting(self, name: str) -> Any:
-        """A column of runs.csv that is the same in every epoch, by its name; `processors`, `epochs` and others too."""
+        """A column of runs.csv that is the same in every epoch, by its name; `processors`, `epochs` and others too.
+
+        `batch_each` are the samples of one worker's step, `rate` is the learning rate as it was asked for, and `cards`
+        are the network cards of a node.
+        """
         if name == "processors":
             return self.workers * self.threads
         if name == "processors_each":
             return self.workers * self.threads / self.asked_for
         if name == "epochs":
             return len(self.epochs)
+        if name == "batch_each":
+            each = int(self.settings["batch_size"]) / self.workers
+            return int(each) if each.is_integer() else each
+        words = shlex.split(self.settings.get("command") or "")
+        if name == "cards":
+            return int(self.given("nics") or 1)
+        if name == "rate":
+            return f"{self.given('lr') or self.settings['lr']}{' x workers' if '--scale_lr' in words else ''}"
         if name == "other_flags":
-            words = shlex.split(self.settings.get("command") or "")
             given = [f"{a} {b}" for a, b in pairwise(words) if a.removeprefix("--") in OTHER_FLAGS]
             return ", ".join(sorted(given)) or "none"
         if name in self.options:
             return self.options[name]
         return self.settings[name] if name in self.settings else getattr(self, name)
+
+    def given(self, flag: str) -> str | None:
+        """What the command says for a flag."""
+        words = shlex.split(self.settings.get("command") or "")
+        return next((value for name, value in pairwise(words) if name == f"--{flag}"), None)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -173,6 +197,11 @@ class Run:
     def epoch_s(self) -> float:
         """Median seconds of an epoch, the first one left out."""
         return statistics.median(epoch.train_s for epoch in self.warm_epochs)
+
+    @property
+    def per_1000_s(self) -> float:
+        """Seconds in which the workers together do 1,000 samples; the first step, which warms up, is left out."""
+        return 1000 / statistics.median(epoch.samples_per_s for epoch in self.warm_epochs)
 
     def part_s(self, part: str) -> float | None:
         """Median over the same epochs of what one part of them took; None where it cannot be told apart."""
@@ -204,6 +233,9 @@ def complete(experiment: str, results_dir: str | Path = "results") -> list[Path]
 def how_to_make(experiment: str) -> str:
     """The command for that folder of results/."""
     name, on_gpus, count = experiment.partition("_gpu")
+    if name == "bench_nodes":
+        in_the_lab = "python -m torch_parallel lab --nodes 2 --workers_per_node 4 --rate 100mbit -- "
+        return f"{in_the_lab}-m torch_parallel bench nodes --link 100mbit --results_dir results/bench_nodes"
     by_hand = {"trace": "python train.py --trace trace.json", "waits": "python train.py --steps_csv steps.csv"}
     if name in by_hand:
         return by_hand[name]
@@ -285,7 +317,10 @@ def _run(run_id: str, rows: list[Record]) -> Run:
         workers = [row for row in rows if row["epoch"] == epoch and row["role"] == "worker"]
         parts = {part: _mean([row[f"{part}_s"] for row in workers]) for part in PARTS}
         figures = {name: float(workers[0][name]) for name in MEASURED}
-        run.epochs.append(EpochFigures(epoch=int(epoch), parts_s=parts, **figures))
+        exchanged, waited = (_mean([row.get(name) or "" for row in workers]) for name in PARTS_OF_TIME)
+        run.epochs.append(
+            EpochFigures(int(epoch), **figures, parts_s=parts, exchanged_part=exchanged, waited_part=waited)
+        )
     return run
 
 
@@ -325,6 +360,9 @@ def by_setting(runs: list[Run], name: str) -> dict[str, list[Run]]:
 def label(run: Run) -> str:
     """The strategy, how many processes train, and its options: "ring_all_reduce, 2 workers, straggler 1:4x"."""
     told = {name: value for name, value in run.options.items() if name not in COMMON_OPTIONS and value is not None}
+    if setup := run.settings.get("setup"):  # nodes, and workers of each
+        told = {name: value for name, value in told.items() if name not in ("nodes", "workers_per_node", "setup")}
+        told |= {"set-up": setup} if run.setting("nodes") != "1" else {}
     options = [f", {name} {value}" for name, value in told.items()]
     return _who(run) + "".join(options)
 

@@ -114,8 +114,8 @@ def step_table(results_dir: str | Path = "results", bench: str = "bench_step") -
     measured = {}
     for folder in complete(bench, results_dir):
         about = manifest(folder)
-        names = ("model", "parameters", "image_side", "batch_size", "precision", "compile", "optimizer", "n")
-        measured[tuple(about[name] for name in names)] = folder, about
+        names = ("parameters", "image_side", "batch_size", "precision", "compile", "optimizer", "n")
+        measured[_model_told(about), *(about[name] for name in names)] = folder, about
     same_told({folder: machine_told(about) for folder, about in measured.values()})
     on_gpus = bool(about["cards"])
     columns = ["model, batch, precision, optimizer, workers", "strategy", "ms a step", "DDP's", "times DDP's speed"]
@@ -138,23 +138,34 @@ def step_table(results_dir: str | Path = "results", bench: str = "bench_step") -
             cells.append(f"{float(memory):.2f}" if memory else "-")
             if on_gpus:
                 busy = [_percent(each["gpu_busy"]) for each in (row, ddps[row["side"]])]
-                exchanging = [_percent(exchange_share(folder, each, row["side"])) for each in (row["side"], "ddp")]
+                profiled = [each for each in (row["side"], "ddp") if row["gpu_busy"] != ""]
+                exchanging = [_percent(exchange_share(folder, each, row["side"])) for each in profiled] or ["-", "-"]
                 cells += [f"{ours}, DDP's {theirs}" for ours, theirs in (busy, exchanging)]
             lines.append(f"| {' | '.join(cells)} |")
     sources = ", ".join(
         f"`{folder.relative_to(results_dir)}` (commit {commit_told(about)})" for folder, about in measured.values()
     )
     has_chosen = any(about["ddp_step_s_by_bucket_mb"] for _, about in measured.values())
-    profiled = "Busy and exchanging: parts of profiled steps, waiting for peers included. "
+    of_profile = "Busy and exchanging: parts of profiled steps, waiting for peers included. "
     by_itself = "By itself: with the fastest of several sizes of buckets, in other processes just before. "
     note = (
         "Medians (least to largest), in turns with DistributedDataParallel in the same processes. Efficiency: what one "
-        f"process takes for a worker's share of the batch, over the step. {profiled if on_gpus else ''}"
+        f"process takes for a worker's share of the batch, over the step. {of_profile if on_gpus else ''}"
         f"{by_itself if has_chosen else ''}"
         f"Memory: {'the fullest GPU' if on_gpus else 'the Pss of all processes'}. "
         f"{machine_told(about)}, {about['started'][:10]}, from {sources}."
     )
     return "\n".join([*lines, "", note])
+
+
+def _model_told(about: dict[str, Any]) -> str:
+    """With what older benches had no choice of: the size, what is done with texts, and how the sides were timed."""
+    name = about["model"]
+    if about.get("model_size"):
+        name += f" {about['model_size']}"
+    if about.get("length"):
+        name += f" ({about['task']}, {about['length']} of {about['vocabulary_size']} tokens)"
+    return f"{name}, each side apart" if about.get("way") == "apart" else str(name)
 
 
 def _step_ms(row: dict[str, str]) -> str:
