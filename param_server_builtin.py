@@ -33,8 +33,11 @@ from torch_parallel.training.evaluate import (
 )
 from torch_parallel.workloads import DataError
 from torch_parallel.workloads.load import load_workload
+from torch_parallel.workloads.outputs import OutputMisfit
 from torch_parallel.workloads.task import loss_sum_of
 from torch_parallel.workloads.tree import rows, to
+from torch_parallel.workloads.trial import try_out
+from torch_parallel.workloads.whole_model import in_type, left_as_it_is, state_on_cpu
 from torch_parallel.workloads.workload import Workload
 
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
@@ -44,18 +47,18 @@ def train(config: RunConfig, workload: Workload, folder: RunFolder) -> None:
     device = torch.device(config.device)
     dtype = getattr(torch, config.dtype)
     torch.manual_seed(config.seed)
-    bare, task, samples = workload.make_model().to(device, dtype), workload.task, workload.samples
+    bare, task, samples = in_type(workload.make_model().to(device), dtype), workload.task, workload.samples
+    try_out(bare, task, samples.train, dtype, device)
     model = torch.nn.DataParallel(bare, list(range(config.n_gpus or 1)) if device.type == "cuda" else None)
     options = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
     options |= {"momentum": config.momentum} if config.optimizer == "sgd" else {}
     optimizer = OPTIMIZERS[config.optimizer](bare.parameters(), **options)
     optimized, made_so = [(list(bare.named_parameters()), optimizer)], not_finite(bare)
     torch.manual_seed(config.seed * 1_000_003 + 7919)  # as the first rank of train.py
-    train_samples, count = to(samples.train, device), samples.train_size
-    epochs, on_gpu = config.epochs_on(samples.name), device.type == "cuda"
-    for epoch in range(1, epochs + 1):
+    train_samples, on_gpu = to(samples.train, device), device.type == "cuda"
+    for epoch, size in enumerate(config.epoch_sizes(samples.train_size), start=1):
         generator = torch.Generator().manual_seed((config.seed * 1_000_003 + epoch) % 2**63)
-        order = torch.randperm(count, generator=generator)
+        order = torch.randperm(samples.train_size, generator=generator)[:size]
         targets = step_targets(task, samples.train, order, config.batch_size)
         loss_sum, updates, warm_up, start_s = 0.0, [], (0.0, 0), time.perf_counter()
         for whole, total in zip(order.to(device).split(config.batch_size), targets, strict=True):
@@ -68,22 +71,25 @@ def train(config: RunConfig, workload: Workload, folder: RunFolder) -> None:
             optimizer.step()
             updates.append((update_start, moment(device)))
             loss_sum += loss.detach()
-            if epoch == 1 and not warm_up[1] and count > len(whole):
+            if epoch == 1 and not warm_up[1] and size > len(whole):
                 if on_gpu:
                     torch.cuda.synchronize()
                 warm_up = (time.perf_counter() - start_s, len(whole))
         if on_gpu:
             torch.cuda.synchronize()
         train_s, update_s = time.perf_counter() - start_s, sum(seconds_between(*update) for update in updates)
-        tested = evaluate(bare, task, samples.test, dtype, device)
+        start_s = time.perf_counter()
+        with left_as_it_is(bare):
+            tested = evaluate(bare, task, samples.test, dtype, device)
+        test_s = time.perf_counter() - start_s
         metrics = tested.metrics(task)
         train_loss, accuracy = float(loss_sum) / sum(targets), metrics.get("accuracy", math.nan)
         losses = {"training loss": train_loss, "test loss": tested.loss}
         if fault := first_not_finite(bare, optimized, losses, made_so):
             raise Diverged(fault, epoch)
-        rate = (count - warm_up[1]) / (train_s - warm_up[0])
+        rate = (size - warm_up[1]) / (train_s - warm_up[0])
         print(
-            f"epoch {epoch}/{epochs}  train loss {train_loss:.4f}  "
+            f"epoch {epoch}/{config.epochs}  train loss {train_loss:.4f}  "
             f"{tested_words(accuracy, tested.loss)}  {rate:,.0f} samples/s  "
             f"compute and exchange {train_s - update_s:.2f} s  update {update_s:.2f} s",
             flush=True,
@@ -95,12 +101,12 @@ def train(config: RunConfig, workload: Workload, folder: RunFolder) -> None:
             "role": "worker",
         }
         row |= {"threads": torch.get_num_threads(), "epoch": epoch}
-        row |= {"steps": -(-count // config.batch_size), "train_s": train_s, "samples_per_s": rate}
+        row |= {"steps": -(-size // config.batch_size), "train_s": train_s, "samples_per_s": rate}
         row |= {"train_loss": train_loss, "test_loss": tested.loss}
-        row |= metric_columns(metrics)
+        row |= metric_columns(metrics) | {"test_s": test_s, "test_samples_per_s": samples.test_size / test_s}
         row |= {"test_accuracy": accuracy, "compute_s": train_s - update_s, "update_s": update_s}
         folder.append_rows([row])
-    torch.save({name: value.cpu() for name, value in bare.state_dict().items()}, folder.path / "weights.pt")
+    torch.save(state_on_cpu(bare), folder.path / "weights.pt")
 
 
 def main() -> None:
@@ -112,8 +118,8 @@ def main() -> None:
         raise ConfigError(f"--n_gpus {n}: this machine has {gpus} GPUs; ask for fewer, or take --device cpu")
     workload, line = load_workload(config.choice)
     samples = workload.samples
-    sizes = {"train_size": samples.train_size, "test_size": samples.test_size}
-    config = dataclasses.replace(config.on_dataset(samples.name), n_gpus=n, device=device, **sizes)
+    config = dataclasses.replace(config, n_gpus=n, device=device)
+    config = config.resolved(samples.known_as, samples.train_size, samples.test_size)
     folder = RunFolder(config.results_dir, f"data_parallel_{workload.model_name}_{samples.name}_n{n}")
     how = "no GPU: the plain module in one process, whatever --n_gpus" if device == "cpu" else f"{n} GPUs"
     print(f"{line}\nDataParallel, {how}; {workload.model_name}, batch of {config.batch_size}", flush=True)
@@ -135,7 +141,7 @@ if __name__ == "__main__":
         main()
     except (ConfigError, DataError, ResultsError) as error:
         code, said = 2, f"error: {error}"
-    except (Diverged, OutputError) as error:
+    except (Diverged, OutputError, OutputMisfit) as error:
         code, said = 1, str(error)
     except KeyboardInterrupt:
         code, said = 130, "interrupted"

@@ -46,8 +46,11 @@ from torch_parallel.training.evaluate import (
 from torch_parallel.training.network import check_network
 from torch_parallel.workloads import DataError
 from torch_parallel.workloads.load import load_workload
+from torch_parallel.workloads.outputs import OutputMisfit
 from torch_parallel.workloads.task import loss_sum_of
 from torch_parallel.workloads.tree import rows, to
+from torch_parallel.workloads.trial import try_out
+from torch_parallel.workloads.whole_model import in_type, left_as_it_is, state_on_cpu
 from torch_parallel.workloads.workload import Workload
 
 NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -89,7 +92,8 @@ def train_rank(
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=deadline)
     dtype = getattr(torch, config.dtype)
     torch.manual_seed(config.seed)
-    bare, task, samples = workload.make_model().to(device, dtype), workload.task, workload.samples
+    bare, task, samples = in_type(workload.make_model().to(device), dtype), workload.task, workload.samples
+    try_out(bare, task, samples.train, dtype, device)
     model = DistributedDataParallel(bare, device_ids=[rank] if on_gpu else None, **DDP_SETTINGS)
     model._set_ddp_runtime_logging_sample_rate(TIMED_EVERY)
     options = {"momentum": config.momentum} if config.optimizer == "sgd" else {}
@@ -98,17 +102,20 @@ def train_rank(
     )
     optimized, made_so = [(list(bare.named_parameters()), optimizer)], not_finite(bare)
     torch.manual_seed(config.seed * 1_000_003 + 7919 * (rank + 1))  # dropout draws differ between the ranks
-    train_samples, count = to(samples.train, device), samples.train_size
+    train_samples = to(samples.train, device)
     shard = torch.arange(samples.test_size).tensor_split(world_size)[rank]
     test_samples = rows(samples.test, shard)
-    for epoch in range(1, config.epochs_on(samples.name) + 1):
+    for epoch, size in enumerate(config.epoch_sizes(samples.train_size), start=1):
         generator = torch.Generator().manual_seed((config.seed * 1_000_003 + epoch) % 2**63)
-        order = torch.randperm(count, generator=generator)
+        order = torch.randperm(samples.train_size, generator=generator)[:size]
         targets = step_targets(task, samples.train, order, config.batch_size)
         loss_sum, updates, exchange_s, warm_up, start_s = 0.0, [], [], (0.0, 0), time.perf_counter()
         for step, whole in enumerate(order.to(device).split(config.batch_size), start=1):
-            batch = task.prepare(rows(train_samples, whole.tensor_split(world_size)[rank]), dtype)
-            loss = loss_sum_of(task, task.forward(model, batch), batch)
+            mine = whole.tensor_split(world_size)[rank]
+            # DDP waits for every rank, and many models take no empty batch: without samples, one that counts nothing
+            batch = task.prepare(rows(train_samples, mine if len(mine) else whole[:1]), dtype)
+            with torch.random.fork_rng([device] if on_gpu else [], enabled=not len(mine)):
+                loss = loss_sum_of(task, task.forward(model, batch), batch) * (len(mine) > 0)
             optimizer.zero_grad()
             # DDP means over the ranks; this makes it over the targets
             (loss * world_size / max(1, targets[step - 1])).backward()
@@ -116,7 +123,7 @@ def train_rank(
             optimizer.step()
             updates.append((update_start, moment(device)))
             loss_sum += loss.detach()
-            if epoch == step == 1 and count > len(whole):
+            if epoch == step == 1 and size > len(whole):
                 if on_gpu:
                     torch.cuda.synchronize()
                 warm_up = (time.perf_counter() - start_s, len(whole))
@@ -128,25 +135,28 @@ def train_rank(
         for buffer in bare.buffers():
             dist.broadcast(buffer, 0)
         parts: list[Any] = [None] * world_size
-        dist.all_gather_object(parts, (float(loss_sum), evaluate(bare, task, test_samples, dtype, device)))
+        start_s = time.perf_counter()
+        with left_as_it_is(bare):
+            own = evaluate(bare, task, test_samples, dtype, device)
+        dist.all_gather_object(parts, (float(loss_sum), own))
         train_loss = sum(loss for loss, _ in parts) / sum(targets)
-        tested = sum((each for _, each in parts), Evaluation())
+        tested, test_s = sum((each for _, each in parts), Evaluation()), time.perf_counter() - start_s
         losses = {"training loss": train_loss, "test loss": tested.loss}
         if fault := first_not_finite(bare, optimized, losses, made_so):
             raise Diverged(fault, epoch)
         if rank == 0:
-            row = {"epoch": epoch, "steps": -(-count // config.batch_size), "train_s": train_s}
+            row = {"epoch": epoch, "steps": -(-size // config.batch_size), "train_s": train_s}
             row["update_s"] = sum(seconds_between(*update) for update in updates)
-            row |= {"samples_per_s": (count - warm_up[1]) / (train_s - warm_up[0]), "train_loss": train_loss}
+            row |= {"samples_per_s": (size - warm_up[1]) / (train_s - warm_up[0]), "train_loss": train_loss}
             metrics = tested.metrics(task)
             row |= {"test_loss": tested.loss, "test_accuracy": metrics.get("accuracy", math.nan)}
-            row |= metric_columns(metrics)
+            row |= metric_columns(metrics) | {"test_s": test_s, "test_samples_per_s": samples.test_size / test_s}
             timed = len(exchange_s) >= FEWEST_TIMED
             row["exchange_s"] = row["steps"] * statistics.fmean(exchange_s) if timed else ""
             row["compute_s"] = train_s - row["update_s"] - (row["exchange_s"] or 0.0)
             record({**row, "threads": threads}, exchange_s, config, workload, folder)
     if rank == 0:
-        torch.save({name: value.cpu() for name, value in bare.state_dict().items()}, folder.path / "weights.pt")
+        torch.save(state_on_cpu(bare), folder.path / "weights.pt")
     dist.barrier(device_ids=[rank] if on_gpu else None)
     dist.destroy_process_group()
 
@@ -166,7 +176,7 @@ def rank_main(rank: int, world_size: int, port: int, *arguments: Any) -> None:
             train_rank(rank, world_size, store, *arguments)
         except Exception as error:
             words = str(error)
-            if not isinstance(error, Diverged | OutputError):  # else these say all
+            if not isinstance(error, Diverged | OutputError | OutputMisfit):  # else these say all
                 words = f"{type(error).__name__}: {error}\n\n{traceback.format_exc().rstrip()}"
             store.set(f"words {store.add('words', 1)}", json.dumps([rank, words]))
             os._exit(1)  # at once: its peers learn of it
@@ -232,7 +242,7 @@ def record(row: dict, exchange_s: list[float], config: RunConfig, workload: Work
         sampled = f"{low:.2f} to {high:.2f} by the quartiles of {len(exchange_s)} steps timed"
         parts = f"exchange and wait {row['exchange_s']:.2f} s ({sampled})  compute"
     print(
-        f"epoch {row['epoch']}/{config.epochs_on(workload.samples.name)}  train loss {row['train_loss']:.4f}  "
+        f"epoch {row['epoch']}/{config.epochs}  train loss {row['train_loss']:.4f}  "
         f"{tested_words(row['test_accuracy'], row['test_loss'])}  {row['samples_per_s']:,.0f} samples/s  "
         f"{parts} {row['compute_s']:.2f} s  update {row['update_s']:.2f} s",
         flush=True,
@@ -265,8 +275,8 @@ def main() -> None:
     check_network("DistributedDataParallel", instead, device)
     workload, line = load_workload(config.choice)
     samples = workload.samples
-    sizes = {"train_size": samples.train_size, "test_size": samples.test_size}
-    config = dataclasses.replace(config.on_dataset(samples.name), n_gpus=n, device=device, **sizes)
+    config = dataclasses.replace(config, n_gpus=n, device=device)
+    config = config.resolved(samples.known_as, samples.train_size, samples.test_size)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     except (RuntimeError, dist.DistNetworkError):
