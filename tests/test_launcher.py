@@ -466,9 +466,16 @@ def test_descriptors_and_processes_after_twenty_runs() -> None:
         else:
             launch(add_up, 2, 1.0, deadline_s=LIMIT_S, signal_pipes=number % 2 == 0, shared={"x": torch.ones(9)})
         assert_nothing_runs()
+        until_s = time.monotonic() + 5  # the server tells how a worker has ended, and then closes what it told it by
+        while open_descriptors(fork_server_pid()) > of_server and time.monotonic() < until_s:
+            time.sleep(0.01)
         return open_descriptors(), open_descriptors(fork_server_pid())
 
+    launch(add_up, 1, 1.0, deadline_s=LIMIT_S)
+    time.sleep(0.2)
+    of_server = open_descriptors(fork_server_pid())
     first = launch_and_count(0)
+    assert first[1] == of_server
     assert [launch_and_count(number) for number in range(20)] == [first] * 20
 
 

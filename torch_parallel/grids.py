@@ -140,11 +140,14 @@ class Experiment:
     seeds: tuple[int, ...] = SEEDS
     cells_of_gpus: list[Cell] = field(default_factory=list)
     """The cells on GPUs, where they are others: larger models, and more steps."""
+    may_share_gpus: bool = False
+    """Whether workers may share a GPU: only where what is compared is no time."""
 
     def on(self, gpus: int) -> Experiment:
         """On a machine with GPUs, where the same commands train on them: those cells that find one for each worker."""
         cells = self.cells_of_gpus if gpus and self.cells_of_gpus else self.cells
-        return replace(self, cells=[cell for cell in cells if not gpus or cell.workers <= gpus])
+        any_number = not gpus or self.may_share_gpus
+        return replace(self, cells=[cell for cell in cells if any_number or cell.workers <= gpus])
 
     def quick(self) -> Experiment:
         """The same strategies and numbers of processes, on little data that every machine has."""
@@ -215,6 +218,7 @@ EXPERIMENTS = {
         learning_rates(on_gpus=False),
         **COMPARED["transformers_learning_rate"],
         cells_of_gpus=learning_rates(on_gpus=True),
+        may_share_gpus=True,
     ),
     "propagation": Experiment(
         "two nodes near and far, and one without links between its workers: where the seconds of a step go",

@@ -359,13 +359,14 @@ class Run:
 
     def _reap(self) -> None:
         """Takes the exit codes from the fork server; one that does not answer is of no use to anybody and is ended."""
-        sentinels = [process.process.sentinel for process in self.processes]
+        left = [process.process.sentinel for process in self.processes]
         deadline = time.monotonic() + 2.0
-        while len(multiprocessing.connection.wait(sentinels, 0)) < len(sentinels):
-            if time.monotonic() > deadline:
+        while left:
+            told = multiprocessing.connection.wait(left, max(0.0, deadline - time.monotonic()))
+            if not told:
                 for process in self.processes:
                     fork_server.kill_of(process.process)
                 break
-            time.sleep(0.002)
+            left = [each for each in left if each not in told]
         for process in self.processes:
             process.process.join(1.0)

@@ -108,7 +108,8 @@ def _read(setting: Setting) -> tuple[Any, ...]:
 _SETTINGS = _settings()
 _noted_settings: dict[str, Any] | None = None
 _noted_filters: dict[bytes, Any] = {}
-"""Settings and filters of warnings that the fork server has, in every worker that it has forked."""
+_noted_environment: dict[bytes, bytes] | None = None
+"""Settings, filters of warnings and variables that the fork server has, in every worker that it has forked."""
 
 
 def _all_settings() -> dict[str, Any]:
@@ -117,10 +118,10 @@ def _all_settings() -> dict[str, Any]:
 
 
 def note() -> None:
-    """Called where nothing will change until a worker is forked, which then need not read each setting, nor unpickle,
-    and so compile, each filter of warnings."""
-    global _noted_settings
-    _noted_settings = _all_settings()
+    """Called where nothing will change until a worker is forked, which then need not read each setting and variable,
+    nor unpickle, and so compile, each filter of warnings."""
+    global _noted_settings, _noted_environment
+    _noted_settings, _noted_environment = _all_settings(), dict(os.environb)
     _noted_filters.update(_pickled_filters())
 
 
@@ -189,11 +190,11 @@ class Surroundings:
                     _SETTINGS[name][1](value)
 
     def _set_environment(self) -> None:
-        for name in os.environb.keys() - self.environment.keys():
+        now = dict(os.environb) if _noted_environment is None else _noted_environment
+        for name in now.keys() - self.environment.keys():
             del os.environb[name]
-        for name, value in self.environment.items():
-            if os.environb.get(name) != value:
-                os.environb[name] = value
+        for name, value in self.environment.items() - now.items():
+            os.environb[name] = value
         huge_pages.ask_for_them()
 
 
