@@ -49,10 +49,11 @@ def test_models_are_larger_on_gpus() -> None:
             assert {each["model_size"] for each in flags(EXPERIMENTS[name].on(gpus))} == {size}
 
 
-def test_two_gpus_run_what_has_two_workers() -> None:
+def test_two_gpus_run_what_has_two_workers_but_where_no_times_are_compared() -> None:
     for name in TRANSFORMERS:
         on_two = flags(EXPERIMENTS[name].on(2))
-        assert on_two and {each["setup"] for each in on_two} <= {"1_1", "1_2", "2_1"}
+        of_four = {"1_4"} if name == "transformers_learning_rate" else set()  # workers may share GPUs there
+        assert on_two and {each["setup"] for each in on_two} <= {"1_1", "1_2", "2_1"} | of_four
 
 
 def test_both_rates_on_all_workers_and_times_the_workers_where_there_are_several() -> None:
