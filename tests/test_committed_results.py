@@ -13,7 +13,7 @@ from torch_parallel.grids import EXPERIMENTS
 
 RESULTS = Path(__file__).parents[1] / "results"
 EVERY = EXPERIMENTS | {f"{name}_gpu": each.on(2) for name, each in EXPERIMENTS.items()}
-"""The folder's name -> the experiment; those of GPUs were made on one or two, which have the same cells where it is so."""
+"""The folder's name -> the experiment; those of GPUs were made on one or two, with the same cells where it was one."""
 COMMITTED = [name for name in EVERY if (RESULTS / name).is_dir()]
 ON_GPUS = [name for name in COMMITTED if name not in EXPERIMENTS]
 

@@ -152,7 +152,9 @@ def test_training_on_nodes_is_that_under_launch_to_the_bit(
     [
         ("ring_all_reduce", "2,3", "SIGKILL", "rank 2 has died|rank 3 has died"),
         pytest.param("hierarchical_sharded", "3", "SIGKILL", "rank 3 has died", marks=pytest.mark.exhaustive),
-        pytest.param("param_server", "0,1", "SIGKILL", "the node of rank 0|rank [01] has", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "param_server", "0,1", "SIGKILL", "the node of rank 0|rank [01] has", marks=pytest.mark.exhaustive
+        ),
         pytest.param("sharded_param_server", "3", "SIGSTOP", "from rank 3|rank 3", marks=pytest.mark.exhaustive),
     ],
 )
