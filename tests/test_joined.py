@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from torch_parallel.communicator import Communicator
 from torch_parallel.meeting import Meeting
 from torch_parallel.place import RendezvousError
 from torch_parallel.strategies import STRATEGIES
+from torch_parallel.transport.base import TransportError
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="other processes' files are opened by /proc"),
@@ -65,6 +68,50 @@ def test_ranks_that_join_have_the_communicator_that_launch_gives(tmp_path: Path)
         gathered = ["rank 0", "rank 1", "rank 2"] if rank == 1 else None
         assert seen == [(rank, 3, sums), gathered] * 2
     assert set(os.listdir("/dev/shm")) <= before
+
+
+def joins_and_closes(communicator: Communicator, path: str, nodes: str, raising: bool, times: int) -> list[int]:
+    """Open files and threads after each of the times."""
+    counted = []
+    for number in range(times):
+        store, rank = FileStore(f"{path}{number}", communicator.world_size), communicator.rank
+        with contextlib.suppress(ZeroDivisionError):
+            own: Communicator | None = join(store, rank, communicator.world_size, deadline_s=20, node=nodes[rank])
+            with own:
+                assert own.all_reduce(torch.ones(3000)).tolist() == [3.0] * 3000
+                if raising:
+                    raise ZeroDivisionError
+            own.close()  # again, which does nothing
+        own = store = None
+        gc.collect()
+        communicator.barrier()
+        counted.append(len(os.listdir("/proc/self/fd")) + threading.active_count())
+    return counted
+
+
+@pytest.mark.parametrize("nodes", ["aaa", "aab", "abc"])
+@pytest.mark.parametrize("raising", [False, True])
+def test_what_a_communicator_holds_is_given_back_when_it_is_closed(nodes: str, raising: bool, tmp_path: Path) -> None:
+    hook, before = sys.excepthook, set(os.listdir("/dev/shm"))
+    for counted in launch(joins_and_closes, 3, str(tmp_path / "store"), nodes, raising, 8, deadline_s=60):
+        assert max(counted) <= min(counted) + 8, counted  # gloo may be closing the last one's connections
+    assert sys.excepthook is hook and set(os.listdir("/dev/shm")) <= before
+
+
+def waits_for_one_that_has_closed(communicator: Communicator, path: str) -> str:
+    own = join(FileStore(path, 2), communicator.rank, 2, deadline_s=20)
+    if own.rank == 1:
+        own.close()
+        return ""
+    with pytest.raises(TransportError) as error:
+        own.barrier()
+    own.close()
+    return str(error.value)
+
+
+def test_who_waits_for_one_that_has_closed_is_told(tmp_path: Path) -> None:
+    said, _ = launch(waits_for_one_that_has_closed, 2, str(tmp_path / "store"), deadline_s=60)
+    assert "rank 1 has returned" in said
 
 
 def meets_alone(communicator: Communicator, path: str) -> str:

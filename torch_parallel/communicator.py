@@ -11,10 +11,10 @@ Calls that are alike in all of that, but mean different things, only a `name` te
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -64,10 +64,28 @@ class Communicator:
     """At which the processes have met, where others have started them."""
     nics: tuple[str, ...] = ()
     """The network cards by which nodes exchange, where they are named."""
+    ending: Callable[[bool], None] | None = None
+    """Gives back what a rank holds that others have started, told whether it ends by an error; None else."""
     _in_call: threading.Lock = field(default_factory=threading.Lock)
     _scratch: dict[tuple[str, torch.dtype], SharedBuffer] = field(default_factory=dict)
     _narrowed: dict[tuple[str, torch.dtype, int], SharedBuffer] = field(default_factory=dict)
     _last_stream: torch.cuda.Stream | None = None
+
+    def close(self) -> None:
+        """Tells the others that this rank makes no more calls, and gives back what it holds, where `join` has made it:
+        memory, connections and threads. All ranks call it, or their programs end. A worker of `launch` need not."""
+        self._close(has_raised=False)
+
+    def _close(self, has_raised: bool) -> None:
+        ending, self.ending = self.ending, None
+        if ending is not None:
+            ending(has_raised)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        self._close(has_raised=kind is not None)
 
     def placed(self, collective: Collective) -> Collective:
         """The collective for ranks that stand where these do."""

@@ -20,6 +20,7 @@ import os
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -39,7 +40,6 @@ from torch_parallel.generators import seeds_of_launch
 from torch_parallel.launcher import Run, WorkerFailure, pickled
 from torch_parallel.mailbox import Inbox, Outbox, mailbox
 from torch_parallel.meeting import Meeting, address_of, store_of, wiring_at
-from torch_parallel.messenger import Messenger
 from torch_parallel.nics import named_by_environment, nic_between
 from torch_parallel.node_memory import MemoryOfNode, OwnMemory, digests_of, tell_memory
 from torch_parallel.place import RendezvousError, place_of
@@ -94,7 +94,9 @@ def join(
     Who it is tells the environment of torchrun, srun or mpirun, or `store`, any Store of torch.distributed, with `rank`
     and `world_size`. All ranks call it, in the same order where they do so several times. `device`, `performer` and
     `links` are those of `launch`. Threads and generators stay as they are. A rank that ends is known to the others at
-    once, whether it has raised an error, or died.
+    once, whether it has raised an error, or died. What it holds is given back when the program ends, or before:
+
+        with torch_parallel.join() as communicator: ...          or communicator.close(), which all ranks call
 
     Processes of several machines are of several nodes; on one machine `node`, a name, tells nodes apart. Ranks of one
     node reach each other's memory, others exchange messages, by the network cards `nics`, of the same names on all
@@ -104,6 +106,7 @@ def join(
     """
     if (store is None) != (rank is None) or (store is None) != (world_size is None):
         raise ValueError("store, rank and world_size are given together, or all are left to the environment")
+    meeting_is_own = store is not None
     if store is not None and rank is not None and world_size is not None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size}: ranks are 0 to world_size - 1")
@@ -138,7 +141,8 @@ def join(
     if meeting.messenger is not None:
         meeting.messenger.begin(number, wiring)
     communicator = worker.communicator_of(assignment)
-    _say_how_it_ends(communicator, board, number, meeting.messenger)
+    membership = _Membership(communicator, assignment, board, meeting, number, meeting_is_own)
+    communicator.ending = membership.close
     communicator.transport.agree("have joined", numbered=False)
     return communicator
 
@@ -163,28 +167,66 @@ def _null() -> int:
     return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
-def _say_how_it_ends(communicator: Communicator, board: StatusBoard, number: int, messenger: Messenger | None) -> None:
-    """Notes on the board that this rank has returned, or raised, when its program ends."""
-    raised, process, rank = threading.Event(), os.getpid(), communicator.rank
-    before = sys.excepthook
+class _Membership:
+    """What one `join` holds in its process, until the communicator is closed or the program ends."""
 
-    def excepthook(*error: Any) -> None:
-        raised.set()
-        board.note_end(rank, RAISED)
-        before(*error)
+    def __init__(
+        self,
+        communicator: Communicator,
+        assignment: worker.Assignment,
+        board: StatusBoard,
+        meeting: Meeting,
+        number: int,
+        meeting_is_own: bool,
+    ) -> None:
+        self._communicator, self._assignment, self._board = communicator, assignment, board
+        self._meeting, self._number, self._meeting_is_own = meeting, number, meeting_is_own
+        self._process, self._has_raised, self._hook_before = os.getpid(), False, sys.excepthook
+        sys.excepthook = self._excepthook
+        atexit.register(self._at_exit)
 
-    sys.excepthook = excepthook
+    def _excepthook(self, *error: Any) -> None:
+        self._has_raised = True
+        self._board.note_end(self._communicator.rank, RAISED)
+        self._hook_before(*error)
 
-    def at_exit() -> None:
-        if os.getpid() == process:  # a fork of it may end too
-            if not raised.is_set():
-                with contextlib.suppress(TransportError):  # nobody is there to be told
-                    communicator.through_host.leave()
-                board.note_end(rank, RETURNED)
-            if messenger is not None:
-                messenger.end(number)  # which passes on what was written last
+    def _at_exit(self) -> None:
+        if os.getpid() == self._process:  # a fork of it may end too
+            self._say_how_it_ended()
 
-    atexit.register(at_exit)
+    def _say_how_it_ended(self) -> None:
+        """On the board, for the other ranks."""
+        if not self._has_raised:
+            with contextlib.suppress(TransportError):  # nobody is there to be told
+                self._communicator.through_host.leave()
+            self._board.note_end(self._communicator.rank, RETURNED)
+        if self._meeting.messenger is not None:
+            self._meeting.messenger.end(self._number)  # which passes on what was written last
+
+    def close(self, has_raised: bool) -> None:
+        """Says how it ended, and gives everything back. Whoever passes on the words of others waits for them."""
+        atexit.unregister(self._at_exit)
+        if sys.excepthook == self._excepthook:
+            sys.excepthook = self._hook_before
+        if has_raised:
+            self._has_raised = True
+            self._board.note_end(self._communicator.rank, RAISED)
+        if self._meeting_is_own and self._meeting.messenger is not None:
+            self._board.note_end(self._communicator.rank, RAISED if self._has_raised else RETURNED)
+            self._await(self._meeting.mates if self._meeting.rank else range(self._meeting.world_size))
+        self._say_how_it_ended()
+        self._meeting.look_away_from(self._board)
+        self._communicator.through_host.close()
+        os.close(self._assignment.outbox.fd)
+        self._assignment.wiring.close()
+        if self._meeting_is_own:
+            self._meeting.close()
+
+    def _await(self, ranks: Sequence[int]) -> None:
+        """Until all of them are over; as long as the deadline allows."""
+        until_s = time.monotonic() + self._assignment.deadline_s
+        while any(self._board.over(rank) == RUNNING for rank in ranks) and time.monotonic() < until_s:
+            time.sleep(0.01)
 
 
 def _connect(meeting: Meeting, number: int, deadline_s: float) -> Lines:

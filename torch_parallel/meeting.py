@@ -107,7 +107,9 @@ class Meeting:
         self.messenger: Messenger | None = None
         if self.node_count > 1 and self.is_lead:
             self.messenger = self._messenger(host)
-        threading.Thread(target=self._watch, name="watch over peers", daemon=True).start()
+        self._end, self._closing = os.pipe()
+        self._watcher = threading.Thread(target=self._watch, name="watch over peers", daemon=True)
+        self._watcher.start()
 
     @property
     def node(self) -> int:
@@ -280,10 +282,12 @@ class Meeting:
         poller = select.poll()
         ranks = {fd: rank for rank, fd in self.pidfds.items()}
         agent = _agent()
-        for fd in (*ranks, *agent):
-            poller.register(fd, select.POLLIN)
+        for fd in (*ranks, *agent, self._end):
+            poller.register(fd, select.POLLIN | select.POLLHUP)
         while len(self._ended) < len(ranks) or agent:
             for fd, _ in poller.poll(1000):
+                if fd == self._end:
+                    return
                 if fd in agent:
                     self._end_without_agent()
                 poller.unregister(fd)
@@ -292,6 +296,16 @@ class Meeting:
                 for rank in self._ended:
                     if board.over(rank) == RUNNING:
                         board.note_end(rank, DIED)
+
+    def close(self) -> None:
+        """Its processes meet no more here; each of them closes what it holds of it."""
+        os.close(self._closing)
+        self._watcher.join()
+        for fd in (self._end, *self.pidfds.values()):
+            os.close(fd)
+        self.pidfds = {}
+        if self.messenger is not None:
+            self.messenger.close()
 
     def _end_without_agent(self) -> NoReturn:
         """Nobody would ever end this process, so it ends itself."""

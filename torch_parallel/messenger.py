@@ -98,7 +98,8 @@ class Messenger:
         self._over: set[int] = set()
         self._lost: set[int] = set()  # nodes
         self._lock = threading.RLock()
-        threading.Thread(target=self._serve, name="messenger of the node", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="messenger of the node", daemon=True)
+        self._thread.start()
 
     @property
     def lost(self) -> set[int]:
@@ -133,6 +134,14 @@ class Messenger:
         """Writes on all boards that a rank of any node is over."""
         with self._lock:
             self._say(("over", number, rank, how))
+
+    def close(self) -> None:
+        """There are no more runs of these nodes."""
+        with self._lock:
+            connections, self._connections = self._connections, {}
+        self._thread.join()
+        for connection in connections.values():
+            connection.close()
 
     # ---- the thread ----
 
