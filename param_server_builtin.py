@@ -22,11 +22,11 @@ from torch_parallel.results import OutputError, ResultsError, RunFolder, environ
 from torch_parallel.training.config import CONTROL_FLAGS, ConfigError, RunConfig, command_line_parser
 from torch_parallel.training.evaluate import (
     Diverged,
+    FromTheStart,
     evaluate,
     first_not_finite,
     metric_columns,
     moment,
-    not_finite,
     seconds_between,
     step_targets,
     tested_words,
@@ -37,7 +37,7 @@ from torch_parallel.workloads.outputs import OutputMisfit
 from torch_parallel.workloads.task import loss_sum_of
 from torch_parallel.workloads.tree import rows, to
 from torch_parallel.workloads.trial import try_out
-from torch_parallel.workloads.whole_model import in_type, left_as_it_is, state_on_cpu
+from torch_parallel.workloads.whole_model import hidden, in_type, left_as_it_is, of_sparse_gradients, state_on_cpu
 from torch_parallel.workloads.workload import Workload
 
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
@@ -48,12 +48,14 @@ def train(config: RunConfig, workload: Workload, folder: RunFolder) -> None:
     dtype = getattr(torch, config.dtype)
     torch.manual_seed(config.seed)
     bare, task, samples = in_type(workload.make_model().to(device), dtype), workload.task, workload.samples
+    if fault := hidden(bare) or of_sparse_gradients(bare):
+        raise OutputMisfit(fault)
     try_out(bare, task, samples.train, dtype, device)
     model = torch.nn.DataParallel(bare, list(range(config.n_gpus or 1)) if device.type == "cuda" else None)
     options = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
     options |= {"momentum": config.momentum} if config.optimizer == "sgd" else {}
     optimizer = OPTIMIZERS[config.optimizer](bare.parameters(), **options)
-    optimized, made_so = [(list(bare.named_parameters()), optimizer)], not_finite(bare)
+    optimized, made_so = [(list(bare.named_parameters()), optimizer)], FromTheStart(bare)
     torch.manual_seed(config.seed * 1_000_003 + 7919)  # as the first rank of train.py
     train_samples, on_gpu = to(samples.train, device), device.type == "cuda"
     for epoch, size in enumerate(config.epoch_sizes(samples.train_size), start=1):

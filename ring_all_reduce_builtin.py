@@ -34,11 +34,11 @@ from torch_parallel.training.config import CONTROL_FLAGS, ConfigError, RunConfig
 from torch_parallel.training.evaluate import (
     Diverged,
     Evaluation,
+    FromTheStart,
     evaluate,
     first_not_finite,
     metric_columns,
     moment,
-    not_finite,
     seconds_between,
     step_targets,
     tested_words,
@@ -50,7 +50,14 @@ from torch_parallel.workloads.outputs import OutputMisfit
 from torch_parallel.workloads.task import loss_sum_of
 from torch_parallel.workloads.tree import rows, to
 from torch_parallel.workloads.trial import try_out
-from torch_parallel.workloads.whole_model import in_type, left_as_it_is, state_on_cpu
+from torch_parallel.workloads.whole_model import (
+    digests,
+    hidden,
+    in_type,
+    left_as_it_is,
+    of_sparse_gradients,
+    state_on_cpu,
+)
 from torch_parallel.workloads.workload import Workload
 
 NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -93,6 +100,8 @@ def train_rank(
     dtype = getattr(torch, config.dtype)
     torch.manual_seed(config.seed)
     bare, task, samples = in_type(workload.make_model().to(device), dtype), workload.task, workload.samples
+    if fault := hidden(bare) or of_sparse_gradients(bare):
+        raise OutputMisfit(fault)
     try_out(bare, task, samples.train, dtype, device)
     model = DistributedDataParallel(bare, device_ids=[rank] if on_gpu else None, **DDP_SETTINGS)
     model._set_ddp_runtime_logging_sample_rate(TIMED_EVERY)
@@ -100,7 +109,7 @@ def train_rank(
     optimizer = OPTIMIZERS[config.optimizer](
         bare.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True, **options
     )
-    optimized, made_so = [(list(bare.named_parameters()), optimizer)], not_finite(bare)
+    optimized, made_so = [(list(bare.named_parameters()), optimizer)], FromTheStart(bare)
     torch.manual_seed(config.seed * 1_000_003 + 7919 * (rank + 1))  # dropout draws differ between the ranks
     train_samples = to(samples.train, device)
     shard = torch.arange(samples.test_size).tensor_split(world_size)[rank]
@@ -135,12 +144,17 @@ def train_rank(
         for buffer in bare.buffers():
             dist.broadcast(buffer, 0)
         parts: list[Any] = [None] * world_size
-        start_s = time.perf_counter()
+        bits, start_s = digests(bare), time.perf_counter()
         with left_as_it_is(bare):
             own = evaluate(bare, task, test_samples, dtype, device)
-        dist.all_gather_object(parts, (float(loss_sum), own))
-        train_loss = sum(loss for loss, _ in parts) / sum(targets)
-        tested, test_s = sum((each for _, each in parts), Evaluation()), time.perf_counter() - start_s
+        dist.all_gather_object(parts, (float(loss_sum), own, bits))
+        train_loss = sum(loss for loss, _, _ in parts) / sum(targets)
+        tested, test_s = sum((each for _, each, _ in parts), Evaluation()), time.perf_counter() - start_s
+        for name in bits:
+            if len({of_rank[name] for _, _, of_rank in parts}) > 1:
+                raise OutputMisfit(
+                    f"parameter {name} is not the same on all ranks after epoch {epoch}: forward writes it"
+                )
         losses = {"training loss": train_loss, "test loss": tested.loss}
         if fault := first_not_finite(bare, optimized, losses, made_so):
             raise Diverged(fault, epoch)

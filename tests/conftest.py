@@ -13,7 +13,7 @@ import pytest
 
 from torch_parallel import fork_server, launch
 
-ONE_IN = 4
+ONE_IN = 8
 """Of the tests that are marked exhaustive so many times fewer are run, if they are not asked for."""
 
 

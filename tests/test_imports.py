@@ -81,7 +81,7 @@ MAY_IMPORT = {
     "communicator": {"machine", "leaves", "collectives", "transport"},
     "gradients": {"machine", "leaves", "collectives", "transport"},
     "processes": {"machine", "leaves", "collectives", "transport", "communicator", "gradients"},
-    "strategies": {"machine", "leaves", "collectives", "transport", "communicator", "gradients"},
+    "strategies": {"machine", "leaves", "collectives", "transport", "communicator", "gradients", "workloads"},
     "training": set(LAYERS) - {"training", "analysis", "commands"},
     "commands": set(LAYERS),
 }

@@ -188,6 +188,14 @@ def test_what_the_flags_say_of_nodes_must_be_so() -> None:
     ):
         with pytest.raises(ConfigError, match=line):
             on_nodes(RunConfig(**wrong), nodes)  # type: ignore[arg-type]
+    for strategy, why in (
+        ("ddp", "know no emulated links"),
+        ("two_shot_in_place", "needs memory that all workers have"),
+    ):
+        of_two = RunConfig(strategy=strategy, nodes=2, workers_per_node=2)  # real nodes are known later
+        assert on_nodes(of_two, nodes).nodes is None
+        with pytest.raises(ConfigError, match=rf"--nodes 2: {strategy} .*{why}"):
+            on_nodes(of_two, (0,))
     with pytest.raises(ConfigError, match=r"--nics eth1: names of cards are for several nodes"):
         on_nodes(RunConfig(nics="eth1"), (0,))
 

@@ -100,9 +100,9 @@ def launch(
     from one launch of a process to the next; they follow from the caller's `torch.manual_seed`, and so are the same
     when the program runs again. With `seed` each launch has the same ones.
 
-    Raises ValueError for n < 1, for links of another number of ranks and for a deadline that is none, NotPicklable, and
-    WorkerFailure. `deadline_s` bounds every wait of a worker, and how long a worker may go without communicating or
-    reporting; it is at most LONGEST_DEADLINE_S.
+    Raises ValueError for n < 1, for what is no function, for links of another number of ranks and for a deadline that
+    is none, NotPicklable, and WorkerFailure. `deadline_s` bounds every wait of a worker, and how long a worker may go
+    without communicating or reporting; it is at most LONGEST_DEADLINE_S.
     """
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"n = {n}: a whole number of processes is needed, at least one")
@@ -110,6 +110,8 @@ def launch(
         raise ValueError(f"links of {links.world_size} ranks for n = {n}: make the topology for {n}")
     if not 0 < deadline_s <= LONGEST_DEADLINE_S:
         raise ValueError(f"deadline_s = {deadline_s}: {A_DEADLINE}")
+    if not callable(worker_function):
+        raise ValueError(f"worker_function is {_one_line(repr(worker_function))[:80]}, which cannot be called")
     call, collectives = pickled(worker_function, arguments), pickling.dumps(registered())
     surroundings, seeds = Surroundings.here(), seeds_of_launch(seed)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_parallel.strategies.shares import shard
-from torch_parallel.training.evaluate import Evaluation, evaluate, first_not_finite, not_finite
+from torch_parallel.training.evaluate import Evaluation, FromTheStart, evaluate, first_not_finite, not_finite
 from torch_parallel.workloads.task import Classification
 from torch_parallel.workloads.tree import Tree
 
@@ -116,9 +116,9 @@ class OfManyKinds(nn.Module):
 
 def test_a_model_of_many_kinds_is_finite_but_for_what_it_was_made_with() -> None:
     model = OfManyKinds()
-    assert not_finite(model) == ["the buffer mask"]
+    assert list(not_finite(model)) == ["the buffer mask"]
     assert first_not_finite(model) == "the buffer mask"
-    assert first_not_finite(model, except_for=not_finite(model)) is None
+    assert first_not_finite(model, except_for=FromTheStart(model)) is None
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_model_of_many_kinds_is_finite_but_for_what_it_was_made_with() -> None
 )
 def test_the_first_that_is_not_finite_is_named(name: str, value: complex, said: str) -> None:
     model = OfManyKinds()
-    made_so = not_finite(model)
+    made_so = FromTheStart(model)
     tensor = getattr(model, name)
     changed = tensor.detach().to(torch.complex64 if name == "complex" else torch.float64)
     changed.view(-1)[-1] = value
@@ -142,10 +142,41 @@ def test_the_first_that_is_not_finite_is_named(name: str, value: complex, said: 
     assert first_not_finite(model, except_for=made_so) == said
 
 
+def test_what_is_not_finite_from_the_start_may_stay_so_in_its_places_alone() -> None:
+    model = nn.Linear(3, 1)
+    model.register_buffer("least", torch.tensor([INF, -INF, NAN, 1.0]))
+    model.register_buffer("later", torch.full((2,), INF))
+    with torch.no_grad():
+        model.weight[0, 1] = -INF
+    made_so = FromTheStart(model)
+    assert first_not_finite(model, except_for=made_so) is None
+    for changed, index, value, said in (
+        (model.least, 3, INF, "the buffer least"),
+        (model.least, 0, -INF, "the buffer least"),  # another infinity
+        (model.least, 1, NAN, "the buffer least"),
+        (model.weight.data[0], 0, INF, "the parameter weight"),
+    ):
+        before = changed[index].clone()
+        changed[index] = value
+        assert first_not_finite(model, except_for=made_so) == said
+        changed[index] = before
+        made_so = FromTheStart(model)
+    model.later.fill_(2.0)
+    assert first_not_finite(model, except_for=made_so) is None
+    model.later[0] = INF  # it has been finite
+    assert first_not_finite(model, except_for=made_so) == "the buffer later"
+
+
+def test_a_parameter_that_is_nan_from_the_start_is_named() -> None:
+    model = nn.Linear(1, 1)
+    model.unused = nn.Parameter(torch.full((3,), NAN))
+    assert first_not_finite(model, except_for=FromTheStart(model)) == "the parameter unused"
+
+
 def test_a_sparse_buffer() -> None:
     model = OfManyKinds()
     model.table = (torch.eye(3) * INF).nan_to_num(0.0, posinf=INF).to_sparse()
-    assert not_finite(model) == ["the buffer table", "the buffer mask"]
+    assert list(not_finite(model)) == ["the buffer table", "the buffer mask"]
 
 
 def test_the_optimizers_state_comes_before_the_losses() -> None:
@@ -160,7 +191,7 @@ def test_the_optimizers_state_comes_before_the_losses() -> None:
     assert first_not_finite(model, (), losses) is None
     losses["test loss"] = NAN
     assert first_not_finite(model, (), losses) == "the test loss"
-    assert not_finite(model, optimized, losses) == ["the optimizer's exp_avg_sq of weight", "the test loss"]
+    assert list(not_finite(model, optimized, losses)) == ["the optimizer's exp_avg_sq of weight", "the test loss"]
 
 
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])

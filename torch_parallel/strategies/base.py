@@ -25,8 +25,8 @@ from torch_parallel.strategies.replicas import give_everyone_the_same
 from torch_parallel.strategies.shares import Share, synchronous_shares
 from torch_parallel.strategies.stopwatch import Stopwatch
 from torch_parallel.strategies.tally import Tally
-from torch_parallel.strategies.undo import ForwardState
 from torch_parallel.strategies.watch import Watch
+from torch_parallel.workloads.whole_model import ForwardState
 
 OptimizerFactory = Callable[[NamedParameters], Optimizer]
 

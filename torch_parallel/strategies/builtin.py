@@ -27,6 +27,7 @@ from torch_parallel.gradients.layout import NamedParameters
 from torch_parallel.strategies.base import OptimizerFactory, Strategy
 from torch_parallel.strategies.model_check import UnsupportedModel
 from torch_parallel.transport.process_groups import LONGEST_WORK, deadline_of, set_deadline
+from torch_parallel.workloads.whole_model import of_sparse_gradients
 
 OTHER_GRAPH = ("Expected to have finished reduction", "Your training graph has changed")
 """What torch says in the forward, or in the backward, of a step that uses other parameters than the first one."""
@@ -39,6 +40,8 @@ class Builtin(Strategy):
 
     def __init__(self, model: nn.Module, optimizer_factory: OptimizerFactory, *arguments: Any, **options: Any) -> None:
         super().__init__(model, optimizer_factory, *arguments, **options)
+        if (fault := of_sparse_gradients(model)) is not None:
+            raise UnsupportedModel(f"{fault}, or take another --strategy")
         self.parameters = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
         if not self.parameters:
             raise ValueError("the model has no trainable parameter: all are frozen (requires_grad=False), or none is")
@@ -68,8 +71,9 @@ class Builtin(Strategy):
             self.optimizers[0].step()
             return
         norm = torch.nn.utils.get_total_norm([gradient for _, gradient in gradients])
+        if not norm.isfinite():  # it may overflow though no gradient does
+            norm = torch.nn.utils.get_total_norm([gradient.double() for _, gradient in gradients])
         self.last_norm = norm.item()
-        # a norm may overflow though no gradient does
         if not math.isfinite(self.last_norm) and (name := first_not_finite(gradients)) is not None:
             if not self.skip_not_finite:
                 raise NotFinite.of(name)

@@ -7,6 +7,7 @@ noticed by `watch.py`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from functools import cache
 
@@ -17,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_parallel.gradients.layout import lies_over_itself, overlap, read_by_others, without_gaps, written_once
+from torch_parallel.workloads.whole_model import hidden
 
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 
@@ -44,6 +46,23 @@ def check_model(model: nn.Module, *, alone: bool, in_process_group: bool) -> Non
         if fault is not None:
             raise UnsupportedModel(f"module {name or 'at the top'} ({type(module).__name__}) {fault}")
     _check_common_memory(model)
+    if (fault := hidden(model)) is not None:
+        raise UnsupportedModel(fault)
+    _check_state_dict(model)
+
+
+def _check_state_dict(model: nn.Module) -> None:
+    """Strategies and checkpoints ask modules as torch's own modules ask their parts."""
+    for name, module in model.named_modules():
+        try:
+            inspect.signature(module.state_dict).bind(prefix="", keep_vars=True)
+        except TypeError:
+            raise UnsupportedModel(
+                f"module {name or 'at the top'} ({type(module).__name__}) has a state_dict that does not take what "
+                "torch's takes: write def state_dict(self, *args, **kwargs), and hand them on"
+            ) from None
+        except ValueError:  # it has no signature that could be read
+            continue
 
 
 def _fault_of(kind: str, tensor: Tensor) -> str | None:
@@ -63,6 +82,8 @@ def _fault_of(kind: str, tensor: Tensor) -> str | None:
             f"is complex ({tensor.dtype}) and trainable: make it real, [..., 2], and use torch.view_as_complex in "
             "forward"
         )
+    if tensor.requires_grad and tensor.itemsize == 1:
+        return f"is trainable and of {tensor.dtype}, of which torch makes no sums: make it torch.bfloat16"
     if not _can_be_copied(tensor.dtype):
         return f"is of {tensor.dtype}, which torch cannot copy: keep its bytes (torch.uint8), and view them in forward"
     if lies_over_itself(tensor if kind == "parameter" and tensor.requires_grad else written_once(tensor)):

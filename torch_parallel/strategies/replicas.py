@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_parallel.communicator import Communicator
 from torch_parallel.gradients.layout import as_bytes, canonical_strides, written_once
+from torch_parallel.strategies.model_check import UnsupportedModel
+from torch_parallel.workloads.whole_model import extra_state, of_parameters, set_extra_state, set_modes
 
 PIECE_BYTES = 4 << 20
 """So many are broadcast at a time: the memory for it is kept, and need not be as large as the model."""
@@ -72,11 +73,6 @@ def _broadcast_pieces(flat: Tensor, communicator: Communicator, root: int) -> No
         communicator.broadcast(piece, root)
 
 
-def of_parameters(model: nn.Module) -> set[int]:
-    """The memory in which parameters lie, by its address: a buffer over one follows it, and is not written itself."""
-    return {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-
-
 def own_buffers(model: nn.Module) -> dict[str, Tensor]:
     """By name, all that do not lie over parameters."""
     follow = of_parameters(model)
@@ -84,24 +80,40 @@ def own_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def share_state(model: nn.Module, communicator: Communicator, root: int, adopt: bool = True) -> None:
-    """Gives all ranks that `adopt` it what forward may have written on rank `root`: buffers, those made since set-up
-    too, and what modules return by `get_extra_state`. All ranks call it."""
+    """Gives all ranks that `adopt` it what forward may have changed on rank `root`: buffers, those made since set-up
+    too, what modules return by `get_extra_state`, and modes. All ranks call it.
+
+    Raises UnsupportedModel where forward has made a module there, which a rank that adopts it has not.
+    """
     if communicator.world_size == 1:
         return
-    buffers = own_buffers(model)
-    wanted = communicator.broadcast_object({name: described(buffer) for name, buffer in buffers.items()}, root)
+    buffers, modes = own_buffers(model), {name: module.training for name, module in model.named_modules()}
+    own = {name: described(buffer) for name, buffer in buffers.items()}, modes, extra_state(model)
+    wanted, modes, extra = communicator.broadcast_object(own, root)
     if wanted:
         device = next(each.device for each in (*model.parameters(), *buffers.values()))
         of_root = list(buffers.values()) if communicator.rank == root else _like(wanted, device)
         flat = _packed(of_root)
         _broadcast_pieces(flat, communicator, root)
-        if adopt and communicator.rank != root:
-            for name in buffers.keys() - wanted.keys():
-                _owner(model, name)._buffers[_leaf(name)] = None
+    if adopt and communicator.rank != root:
+        _check_modules(model, modes)
+        set_modes([(model.get_submodule(name), training) for name, training in modes.items()])
+        set_extra_state(model, extra)
+        for name in buffers.keys() - wanted.keys():
+            _owner(model, name)._buffers[_leaf(name)] = None
+        if wanted:
             make_missing_buffers(model, wanted)
             present = dict(model.named_buffers())
             _unpack(flat, [present[name] for name in wanted])
-    _share_extra_state(model, communicator, root, adopt)
+
+
+def _check_modules(model: nn.Module, modes: dict[str, bool]) -> None:
+    own = {name for name, _ in model.named_modules()}
+    made = [name for name in modes if name not in own]
+    if made:
+        raise UnsupportedModel(
+            f"module {made[0]} was made by forward, so a rank without a sample has it not: make it in make_model"
+        )
 
 
 Description = tuple[torch.dtype, list[int], list[int]]
@@ -138,30 +150,11 @@ def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def extra_state(model: nn.Module) -> dict[str, Any]:
-    """By module name, what modules that override `get_extra_state` return.
-
-    What cannot be set again, since `set_extra_state` is not overridden, tells something and is no state.
-    """
-    return {
-        name: module.get_extra_state()
-        for name, module in model.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-        and type(module).set_extra_state is not nn.Module.set_extra_state
-    }
-
-
-def set_extra_state(model: nn.Module, states: dict[str, Any]) -> None:
-    """The reverse of `extra_state`."""
-    for name, state in states.items():
-        model.get_submodule(name).set_extra_state(state)
-
-
-def _share_extra_state(model: nn.Module, communicator: Communicator, root: int, adopt: bool = True) -> None:
+def _share_extra_state(model: nn.Module, communicator: Communicator, root: int) -> None:
     own = extra_state(model)
     if own and communicator.world_size > 1:
         theirs = communicator.broadcast_object(own, root)
-        if adopt and communicator.rank != root:
+        if communicator.rank != root:
             set_extra_state(model, theirs)
 
 

@@ -32,10 +32,7 @@ def flags(config: RunConfig, names: tuple[str, ...] = COMPUTE + LINKS) -> dict[s
 def check(config: RunConfig) -> None:
     """Raises ValueError, or the configuration's own error, with one line: the flag, its value, and what would do."""
     builtin = config.strategy in BUILTIN
-    common = STRATEGIES[config.strategy].common_sums and config.nodes != 1  # within a node nothing crosses a link
-    one_memory = f"{config.strategy} needs memory that all workers have in common, which links have not: take another"
     of_nodes = "it says something of emulated nodes: give --nodes too"
-    unlike = f"{config.strategy} exchanges by torch's own means, which know no emulated links: take another --strategy"
     for name, good, why in (
         (
             "straggler",
@@ -55,21 +52,28 @@ def check(config: RunConfig) -> None:
             "with --overlap backward exchanges meanwhile, which would be free: take one of the two",
         ),
         ("steps_csv", config.steps_csv is None or not builtin, f"what {config.strategy} waits for cannot be seen"),
-        *((name, getattr(config, name) is None or not builtin, unlike) for name in ("link", "latency", "nodes")),
-        *(
-            (name, getattr(config, name) is None or not common, f"{one_memory} --strategy")
-            for name in ("link", "latency", "nodes")
-        ),
         ("nodes", config.nodes is None or config.nodes >= 1, "at least 1 node is needed"),
         ("workers_per_node", (config.workers_per_node or 1) >= 1, "at least 1 worker is needed"),
         ("workers_per_node", config.workers_per_node is None or config.nodes is not None, of_nodes),
         ("nics", config.nics == 1 or bool(config.nic_names) or config.nodes is not None, of_nodes),
     ):
         config.require(name, good, why)
+    _check_links(config, ("link", "latency"))
     _check_count(config)
     topology(config)
     _stragglers(config)
     _jitter_s(config)
+
+
+def _check_links(config: RunConfig, names: tuple[str, ...]) -> None:
+    """That the strategy exchanges in a way that emulated links can slow down, where one of these flags is given."""
+    common = STRATEGIES[config.strategy].common_sums and config.nodes != 1  # within a node nothing crosses a link
+    one_memory = f"{config.strategy} needs memory that all workers have in common, which links have not: take another"
+    unlike = f"{config.strategy} exchanges by torch's own means, which know no emulated links: take another --strategy"
+    for name in names:
+        is_given = getattr(config, name) is not None
+        config.require(name, not is_given or config.strategy not in BUILTIN, unlike)
+        config.require(name, not is_given or not common, f"{one_memory} --strategy")
 
 
 def set_up(text: str, server_count: int) -> dict[str, Any]:
@@ -120,6 +124,7 @@ def on_nodes(config: RunConfig, nodes: Nodes) -> RunConfig:
     """
     count = len(set(nodes))
     if count == 1:
+        _check_links(config, ("nodes",))  # not before: they may be real ones
         names_are_of_use = not config.nic_names
         config.require("nics", names_are_of_use, "names of cards are for several nodes: give a number, or leave it out")
         return config

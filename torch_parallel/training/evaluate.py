@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from torch_parallel.workloads.task import Sums, Task, counts_of, loss_sum_of, metric_sums_of, metrics_of
 from torch_parallel.workloads.tree import Tree, count, rows, to
+from torch_parallel.workloads.whole_model import modes_of, set_modes
 
 EVALUATION_BATCH = 500
 
@@ -61,7 +62,7 @@ def evaluate(
     The model is given copies: it may write in them. Every module is left in the mode it was in. `on_batch` is called
     before each batch. Raises what the task raises for an output that does not fit.
     """
-    training = [module for module in model.modules() if module.training]
+    modes = modes_of(model)
     model.eval()
     tested = Evaluation()
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -73,8 +74,7 @@ def evaluate(
             output = task.forward(model, batch)
             loss_sum += loss_sum_of(task, output, batch).double()
             tested.sums = _added(tested.sums, metric_sums_of(task, output, batch))
-    for module in training:
-        module.training = True
+    set_modes(modes)
     counts = counts_of(task, samples)
     tested.loss_sum, tested.targets = loss_sum.item(), count(samples) if counts is None else int(counts.sum())
     tested.sums = {name: each.cpu() for name, each in tested.sums.items()}
@@ -140,30 +140,65 @@ Optimized = Iterable[tuple[Sequence[tuple[str, Tensor]], Optimizer]]
 """Named parameters, each with the optimizer that updates them."""
 
 
+class FromTheStart:
+    """What of a model is infinite when it is made, such as a mask of -inf, and what of its buffers is NaN, may stay so:
+    those very elements, for as long as they do. A parameter that is NaN may not."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kinds = {
+            name: kinds * (kinds != NAN) if isinstance(tensor, nn.Parameter) else kinds
+            for name, tensor in _of_model(model)
+            if (kinds := _kinds(tensor)).any()
+        }
+
+    def excuses(self, found: dict[str, Tensor]) -> list[str]:
+        """Which of what was found not to be finite has been so from the start. What is finite now has lost that."""
+        excused = []
+        for name, kinds in list(self._kinds.items()):
+            now = _kinds(found[name]) if name in found else None
+            if now is None or now.shape != kinds.shape:
+                del self._kinds[name]
+                continue
+            if not (now.bool() & (now != kinds)).any():
+                excused.append(name)
+            self._kinds[name] = kinds * (now == kinds)
+        return excused
+
+
+NAN = 3
+
+
+def _kinds(tensor: Tensor) -> Tensor:
+    """By element 0 where it is finite, 1 for inf, 2 for -inf, NAN; int8, of the shape of the tensor's real parts."""
+    values = _values(tensor)
+    if values is None:
+        return torch.zeros((), dtype=torch.int8, device="cpu")
+    kinds = torch.zeros(values.shape, dtype=torch.int8, device=values.device)
+    return kinds + torch.isposinf(values) + 2 * torch.isneginf(values) + NAN * torch.isnan(values)
+
+
 def first_not_finite(
     model: nn.Module,
     optimized: Optimized = (),
     losses: Mapping[str, float | Tensor] | None = None,
-    except_for: Collection[str] = (),
+    except_for: FromTheStart | None = None,
 ) -> str | None:
     """What is NaN or infinite, in words, such as "the buffer 2.running_mean"; None where all is finite.
 
-    Looks at the parameters and buffers of `model`, at the state of its optimizers, then at `losses` by name.
-    `except_for` holds what `not_finite` said of the model when it was made: a mask of -inf is no fault. It is for the
-    end of an epoch: it reads every tensor, and waits for a GPU once.
+    Looks at the parameters and buffers of `model`, at the state of its optimizers, then at `losses` by name, but
+    `except_for` what was so from the start. It is for the end of an epoch: it reads every tensor, and waits for a GPU
+    once.
     """
     found = not_finite(model, optimized, losses)
-    return next((name for name in found if name not in except_for), None)
+    excused = except_for.excuses(found) if except_for is not None else []
+    return next((name for name in found if name not in excused), None)
 
 
 def not_finite(
     model: nn.Module, optimized: Optimized = (), losses: Mapping[str, float | Tensor] | None = None
-) -> list[str]:
-    """All that is NaN or infinite, in words and in the order of `first_not_finite`."""
-    named: list[tuple[str, Tensor]] = []
-    named += [(f"the parameter {name}", parameter) for name, parameter in model.named_parameters()]
-    named += [(f"the buffer {name}", buffer) for name, buffer in model.named_buffers()]
-    named += _states(optimized)
+) -> dict[str, Tensor]:
+    """All that is NaN or infinite, by what it is in words, and in the order of `first_not_finite`."""
+    named = [*_of_model(model), *_states(optimized)]
     named += [
         (f"the {name}", torch.as_tensor(loss, device=None if isinstance(loss, Tensor) else "cpu"))
         for name, loss in (losses or {}).items()
@@ -173,7 +208,12 @@ def not_finite(
         device: iter(torch.stack([answer for answer in answers if answer.device == device]).tolist())
         for device in {answer.device for answer in answers}
     }
-    return [name for (name, _), answer in zip(named, answers, strict=True) if not next(known[answer.device])]
+    return {name: each for (name, each), answer in zip(named, answers, strict=True) if not next(known[answer.device])}
+
+
+def _of_model(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from ((f"the parameter {name}", parameter) for name, parameter in model.named_parameters())
+    yield from ((f"the buffer {name}", buffer) for name, buffer in model.named_buffers())
 
 
 def _states(optimized: Optimized) -> Iterator[tuple[str, Tensor]]:
@@ -186,11 +226,17 @@ def _states(optimized: Optimized) -> Iterator[tuple[str, Tensor]]:
 
 def _is_finite(tensor: Tensor) -> Tensor:
     """A boolean [], where the tensor is; True for what holds whole numbers, or nothing yet."""
+    values = _values(tensor)
+    return torch.tensor(True, device="cpu") if values is None else torch.isfinite(values).all()
+
+
+def _values(tensor: Tensor) -> Tensor | None:
+    """Its real numbers; None for what holds whole numbers, or nothing yet."""
     if is_lazy(tensor) or tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
-        return torch.tensor(True, device="cpu")
+        return None
     tensor = tensor.detach()
     if tensor.layout != torch.strided:
         tensor = tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor.values()
-    if tensor.itemsize == 1:  # of eight bits, for which torch has no such test
-        tensor = tensor.to(torch.float32)
-    return torch.isfinite(tensor).all()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.to(torch.float32) if tensor.itemsize == 1 else tensor  # of eight bits torch has no such test

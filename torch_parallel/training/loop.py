@@ -18,10 +18,9 @@ from torch import Tensor
 from torch_parallel.communicator import Communicator
 from torch_parallel.status import COMPUTING, EVALUATING, SAVING
 from torch_parallel.strategies import STRATEGIES, NotFinite, Strategy
-from torch_parallel.strategies.replicas import ReplicasDiffer, check_replicas, extra_state, share_state
+from torch_parallel.strategies.replicas import ReplicasDiffer, check_replicas, share_state
 from torch_parallel.strategies.shares import Share, shard
 from torch_parallel.strategies.tally import Tally
-from torch_parallel.strategies.undo import ForwardState
 from torch_parallel.training import checkpoint, emulation, model_state
 from torch_parallel.training.aggregate import divisor
 from torch_parallel.training.clock import EpochClock, peaks
@@ -41,6 +40,7 @@ from torch_parallel.training.targets import TargetCounts
 from torch_parallel.training.tracing import Tracer
 from torch_parallel.workloads.task import loss_sum_of
 from torch_parallel.workloads.tree import Tree, count, first_nan, rows
+from torch_parallel.workloads.whole_model import ForwardState, extra_state
 
 
 def train_worker(communicator: Communicator, job: Job) -> dict[str, Any]:

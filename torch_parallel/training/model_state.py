@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from torch_parallel.gradients.layout import lies_over_itself, written_once
-from torch_parallel.strategies.replicas import described, extra_state, make_missing_buffers, set_extra_state
+from torch_parallel.strategies.replicas import described, make_missing_buffers
 from torch_parallel.training.checkpoint import CheckpointError
+from torch_parallel.workloads.whole_model import extra_state, set_extra_state
 
 
 def on_cpu(state: Any) -> Any:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from torch_parallel.strategies import NotFinite, Strategy
-from torch_parallel.strategies.replicas import extra_state
-from torch_parallel.training.evaluate import first_not_finite, not_finite
+from torch_parallel.training.evaluate import FromTheStart, first_not_finite
 from torch_parallel.training.record import Epoch
+from torch_parallel.workloads.whole_model import extra_state
 
 
 class Soundness:
@@ -25,12 +25,14 @@ class Soundness:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._by_design = [*not_finite(model), *_of_extra_state(model)]
+        self._from_the_start, self._extra = FromTheStart(model), _of_extra_state(model)
 
     def look(self, strategy: Strategy) -> None:
         """Raises NotFinite, which names the first."""
-        found = first_not_finite(self._model, strategy.optimized(), except_for=self._by_design)
-        found = found or next((name for name in _of_extra_state(self._model) if name not in self._by_design), None)
+        found = first_not_finite(self._model, strategy.optimized(), except_for=self._from_the_start)
+        extra = _of_extra_state(self._model)
+        found = found or next((name for name in extra if name not in self._extra), None)
+        self._extra = [name for name in self._extra if name in extra]
         if found is not None:
             raise NotFinite(f"{found} is NaN or infinite")
 

@@ -10,15 +10,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torch_parallel.workloads.outputs import OutputMisfit
 from torch_parallel.workloads.task import Task, counts_of, loss_sum_of, metric_sums_of, metrics_of
 from torch_parallel.workloads.tree import Tree, count, rows, to
-from torch_parallel.workloads.whole_model import in_type
+from torch_parallel.workloads.whole_model import in_type, left_as_it_is
 
 FEW = 8
 """Samples that are tried."""
@@ -127,15 +126,7 @@ def is_mean(whole: float, parts: Sequence[float], weights: Sequence[int]) -> boo
 
 @contextmanager
 def _as_it_was(model: nn.Module, device: torch.device | None) -> Iterator[None]:
-    """Modes, buffers and torch's generators are given back what they had."""
-    training = [module for module in model.modules() if module.training]
-    kept: list[tuple[Any, Tensor]] = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        with torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else []):
-            yield
-    finally:
-        for module in training:
-            module.training = True
-        with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)
+    """Modes, buffers, extra state and torch's generators are given back what they had."""
+    gpus = [device] if device is not None and device.type == "cuda" else []
+    with left_as_it_is(model), torch.random.fork_rng(devices=gpus):
+        yield
