@@ -358,6 +358,49 @@ def test_a_killed_lab_leaves_nothing(tmp_path: Path) -> None:
     assert left == []
 
 
+CUT_OFF = """
+import os, subprocess, sys, time
+import torch
+from torch import nn
+from torch_parallel import Dataset, RunConfig, WorkerFailure, train
+
+class CutsOff(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(6, 3), 0
+
+    def forward(self, x):
+        self.calls += 1
+        if os.environ["RANK"] == "2" and self.calls == 10:
+            subprocess.run(["ip", "link", "set", "eth1", "down"], check=True)
+        time.sleep(0.02)
+        return self.layer(x)
+
+x, y = torch.ones(320, 6), torch.zeros(320, dtype=torch.int64)
+config = RunConfig(strategy="ring_all_reduce", batch_size=8, deadline_s=6, device="cpu", results_dir=sys.argv[1])
+try:
+    train(config, make_model=CutsOff, dataset=Dataset("ones", x, y, x[:6], y[:6], 3), verbose=False)
+except WorkerFailure as failure:
+    sys.stdout.write(f"rank {os.environ['RANK']}: {failure.args[0].splitlines()[0]}\\n")
+    sys.exit(1)
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_card_that_is_set_down_ends_all_ranks_on_both_sides(tmp_path: Path) -> None:
+    if not lab_is_possible():
+        pytest.skip("this system does not allow namespaces")
+    program = tmp_path / "cut_off.py"
+    program.write_text(CUT_OFF.lstrip())
+    lab = ["lab", "--nodes", "2", "--workers_per_node", "2", "--nics", "1", "--", str(program), str(tmp_path / "runs")]
+    command = [sys.executable, "-m", "torch_parallel", *lab]
+    start_s = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=PLAIN, cwd=ROOT)
+    assert done.returncode != 0 and time.monotonic() - start_s < 100
+    for rank, named in ((0, "rank [23]"), (1, "rank [23]"), (2, "rank [01]"), (3, "rank [01]")):
+        assert re.search(rf"^rank {rank}: .*{named}.*(died|cannot be reached)", done.stdout, re.MULTILINE), done.stdout
+
+
 def _running(word: str) -> list[str]:
     found = []
     for entry in Path("/proc").iterdir():

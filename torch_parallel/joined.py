@@ -462,7 +462,8 @@ def follow(meeting: Meeting, shared: Callable[[], dict[str, Tensor]] = dict) -> 
         with _own_state_kept(), contextlib.suppress(BrokenPipeError):  # rank 0 has died, or hears no more
             returned = worker.perform(assignment, partial(memory.fill, shared, told))
         # rank 0 may have much to do when all went well; after an error it has this long to say whose it is
-        return _heard(meeting, *outcome, None if returned else settings["deadline_s"] + LATE_S)
+        limit_s = None if returned else settings["deadline_s"] + LATE_S
+        return _heard(meeting, *outcome, limit_s, lambda: meeting.nodes[0] != meeting.node and board.over(0) == DIED)
     except WorkerFailure as failure:
         if not memory.outbox.last_error or getattr(failure, "is_told", False):
             raise
@@ -489,9 +490,11 @@ def _own_state_kept() -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def _heard(meeting: Meeting, key: str, what: str, limit_s: float | None = None) -> Any:
+def _heard(
+    meeting: Meeting, key: str, what: str, limit_s: float | None = None, is_cut_off: Callable[[], bool] = lambda: False
+) -> Any:
     try:
-        word = meeting.hear(key, what, limit_s)
+        word = meeting.hear(key, what, limit_s, is_cut_off=is_cut_off)
     except RendezvousError as error:
         raise WorkerFailure(str(error), 0) from None
     meeting.say_heard(key)

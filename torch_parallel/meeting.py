@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -200,14 +201,24 @@ class Meeting:
         """Writes it into the store, for all others."""
         self.store.set(key, pickling.dumps(word))  # type: ignore[arg-type]
 
-    def hear(self, key: str, what: str, limit_s: float | None = None, teller: int = 0) -> Any:
+    def hear(
+        self,
+        key: str,
+        what: str,
+        limit_s: float | None = None,
+        teller: int = 0,
+        is_cut_off: Callable[[], bool] = lambda: False,
+    ) -> Any:
         """What rank `teller` tells under this key, however long it takes, as long as its process lives. `what` says
         what for.
 
-        Raises RendezvousError where it has ended, or has not told within the limit, where there is one.
+        Raises RendezvousError where it has ended, or has not told within the limit, where there is one. The store is
+        not asked where its node cannot be reached, as this process knows or `is_cut_off` says: it may be there.
         """
         since_s = time.monotonic()
         while True:
+            if is_cut_off() or (self.is_lost(teller) and not self.has_ended(teller)):
+                raise RendezvousError(f"rank {self.rank} waits for {what}, and {self._lost_words(teller)}")
             ended = self.is_lost(teller)  # before the look: it may tell, and end
             try:
                 if self._is_there(key, what):
@@ -218,15 +229,15 @@ class Meeting:
                     raise
                 ended = True
             if ended:
-                has = (
-                    f"process of rank {teller} has ended"
-                    if self.has_ended(teller)
-                    else f"node of rank {teller} cannot be reached any more"
-                )
-                raise RendezvousError(f"the {has}, and rank {self.rank} waits for {what}")
+                raise RendezvousError(f"{self._lost_words(teller)}, and rank {self.rank} waits for {what}")
             if limit_s is not None and time.monotonic() - since_s > limit_s:
                 raise RendezvousError(f"rank {self.rank} waited {limit_s:.0f} s for rank {teller} to tell {what}")
             time.sleep(LOOK_S)
+
+    def _lost_words(self, rank: int) -> str:
+        if self.has_ended(rank):
+            return f"the process of rank {rank} has ended"
+        return f"the node of rank {rank} cannot be reached any more"
 
     def say_heard(self, key: str) -> None:
         """Lets rank 0 know: the store may be its own, and end with it."""

@@ -34,7 +34,7 @@ class _Time(ctypes.Structure):
 
 
 class Bells:
-    """Those of all ranks, on `memory` of `bytes_needed(world_size)` bytes, zeros at first; `rank` sleeps in this one."""
+    """Those of all ranks, on `memory` of `bytes_needed(world_size)` bytes, zeros at first; `rank` is this process."""
 
     def __init__(self, memory: memoryview, rank: int) -> None:
         self.words = memory.cast("q")
