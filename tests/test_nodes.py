@@ -159,7 +159,7 @@ def test_training_on_nodes_is_that_under_launch_to_the_bit(
     ],
 )
 def test_the_survivors_name_the_lost_one(tmp_path: Path, strategy: str, culprits: str, how: str, named: str) -> None:
-    program = failing(tmp_path, f"os.kill(os.getpid(), signal.{how})", deadline_s=10)
+    program = failing(tmp_path, f"os.kill(os.getpid(), signal.{how})", deadline_s=20)
     processes = started((2, 2), program, str(tmp_path / "results"), strategy, CULPRITS=culprits)
     lost = [int(rank) for rank in culprits.split(",")]
     survivors = [process for rank, process in enumerate(processes) if rank not in lost]
