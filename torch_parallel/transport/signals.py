@@ -2,10 +2,9 @@
 pipes where stores are not ordered.
 
 A signal must become visible after the data it announces. x86 processors keep the order of plain stores (total store
-order), so there a signal is one store to shared memory and a wait is a loop over one load, which ends in a sleep in the
-kernel if nobody comes soon (`bells.py`). Other processors reorder stores; there a signal is two bytes through the
-receiver's pipe, whose lock in the kernel orders what was written before, and which wakes the receiver without any
-spinning.
+order), so there a signal is one store to shared memory and a wait is a loop over one load. Other processors reorder
+stores; there a signal is two bytes through the receiver's pipe, whose lock in the kernel orders what was written
+before, and which wakes the receiver without any spinning.
 
 Neither has a name in the file system, so neither can be left behind.
 """
@@ -22,7 +21,6 @@ from collections.abc import Callable
 from multiprocessing.reduction import DupFd
 
 from torch_parallel.status import DIED, RAISED, RETURNED, RUNNING, StatusReporter
-from torch_parallel.transport.bells import Bells
 
 READY, READ = 0, 1
 """The two kinds of signal: "my chunk is ready for you" and "I have read the last of yours"."""
@@ -34,10 +32,8 @@ SPINS = 100
 YIELDS = 50
 """How often a waiter then gives its processor to others before it says that it waits, and for whom. To say so takes as
 long as a whole small exchange: a rank that did would be late itself, and its peer would come to say the same."""
-YIELDS_S = 0.002
-"""Seconds of yielding before a waiter sleeps: to be woken takes about a tenth of a millisecond."""
-CROWDED_S = 2e-5
-"""A yield that takes longer has let others run: then there are more of them than processors, and who waits sleeps."""
+YIELDS_S = 0.05
+"""Seconds of yielding before a waiter takes naps; a nap of 1 ms then adds at most 2 % to the wait."""
 NAP_S = 0.001
 LOOK_S = 0.002
 """How often a waiter looks whether there is still somebody to wait for."""
@@ -158,10 +154,7 @@ class SequenceNumbers(Signals):
     """One growing int64 for each kind and ordered pair of ranks, each on cache lines of its own."""
 
     def __init__(self, memory: memoryview, rank: int, world_size: int, status: StatusReporter, deadline_s: float):
-        own = KINDS * world_size * world_size * LINE * 8
-        self._counters = memory[:own].cast("q")
-        self._bells = Bells(memory[own:], rank)
-        self._asleep, self._place_of = self._bells.words, [Bells.place_of(peer) for peer in range(world_size)]
+        self._counters = memory.cast("q")
         self._status = status
         self._deadline_s = deadline_s
         self.waited_s = [0.0] * world_size
@@ -177,14 +170,12 @@ class SequenceNumbers(Signals):
 
     @staticmethod
     def bytes_needed(world_size: int) -> int:
-        return KINDS * world_size * world_size * LINE * 8 + Bells.bytes_needed(world_size)
+        return KINDS * world_size * world_size * LINE * 8
 
     def post(self, kind: int, peer: int) -> None:
         posted = self._posted[kind]
         posted[peer] += 1
         self._counters[self._outgoing[kind][peer]] = posted[peer]
-        if self._asleep[self._place_of[peer]]:
-            self._bells.ring(peer)
 
     def wait(self, kind: int, peer: int, doing: str, round_index: int) -> None:
         awaited = self._awaited[kind]
@@ -217,31 +208,16 @@ class SequenceNumbers(Signals):
         self.waited_s[first] += time.perf_counter() - start_s
 
     def _nap_until(self, come: Callable[[], bool], peers: list[int], doing: str) -> None:
+        naps_from_s = time.perf_counter() + YIELDS_S
         patience = Patience(self._status, peers, self._deadline_s, come, self.compare)
         self._status.waiting(peers[0], doing)
-        if not self._comes_soon(come):
-            try:
-                while True:
-                    heard = self._bells.lie_down()
-                    if come():
-                        break
-                    self._bells.sleep(heard, min(SLICE_S, self._deadline_s / 4))
-                    patience.check()
-            finally:
-                self._bells.get_up()
-        self._status.done_waiting()
-
-    def _comes_soon(self, come: Callable[[], bool]) -> bool:
-        """Lets others run for a while; whether it has come by then."""
-        before_s = time.perf_counter()
-        until_s = before_s + YIELDS_S
         while not come():
-            os.sched_yield()
-            now_s = time.perf_counter()
-            if now_s > until_s or now_s - before_s > CROWDED_S:
-                return come()
-            before_s = now_s
-        return True
+            if time.perf_counter() < naps_from_s:
+                os.sched_yield()
+            else:
+                time.sleep(NAP_S)
+            patience.check()
+        self._status.done_waiting()
 
 
 class PipeSignals(Signals):
