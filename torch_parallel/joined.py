@@ -187,19 +187,24 @@ class _Membership:
 
     def _excepthook(self, *error: Any) -> None:
         self._has_raised = True
-        self._board.note_end(self._communicator.rank, RAISED)
+        self._note_end()
         self._hook_before(*error)
 
     def _at_exit(self) -> None:
         if os.getpid() == self._process:  # a fork of it may end too
-            self._say_how_it_ended()
+            self._note_end()
+            self._end_messages()
 
-    def _say_how_it_ended(self) -> None:
+    def _note_end(self) -> None:
         """On the board, for the other ranks."""
-        if not self._has_raised:
-            with contextlib.suppress(TransportError):  # nobody is there to be told
-                self._communicator.through_host.leave()
-            self._board.note_end(self._communicator.rank, RETURNED)
+        if self._has_raised:
+            self._board.note_end(self._communicator.rank, RAISED)
+            return
+        with contextlib.suppress(TransportError):  # nobody is there to be told
+            self._communicator.through_host.leave()
+        self._board.note_end(self._communicator.rank, RETURNED)
+
+    def _end_messages(self) -> None:
         if self._meeting.messenger is not None:
             self._meeting.messenger.end(self._number)  # which passes on what was written last
 
@@ -208,13 +213,11 @@ class _Membership:
         atexit.unregister(self._at_exit)
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._hook_before
-        if has_raised:
-            self._has_raised = True
-            self._board.note_end(self._communicator.rank, RAISED)
+        self._has_raised |= has_raised
+        self._note_end()
         if self._meeting_is_own and self._meeting.messenger is not None:
-            self._board.note_end(self._communicator.rank, RAISED if self._has_raised else RETURNED)
             self._await(self._meeting.mates if self._meeting.rank else range(self._meeting.world_size))
-        self._say_how_it_ended()
+        self._end_messages()
         self._meeting.look_away_from(self._board)
         self._communicator.through_host.close()
         os.close(self._assignment.outbox.fd)
@@ -462,8 +465,7 @@ def follow(meeting: Meeting, shared: Callable[[], dict[str, Tensor]] = dict) -> 
         with _own_state_kept(), contextlib.suppress(BrokenPipeError):  # rank 0 has died, or hears no more
             returned = worker.perform(assignment, partial(memory.fill, shared, told))
         # rank 0 may have much to do when all went well; after an error it has this long to say whose it is
-        limit_s = None if returned else settings["deadline_s"] + LATE_S
-        return _heard(meeting, *outcome, limit_s, lambda: meeting.nodes[0] != meeting.node and board.over(0) == DIED)
+        return _heard(meeting, *outcome, None if returned else settings["deadline_s"] + LATE_S)
     except WorkerFailure as failure:
         if not memory.outbox.last_error or getattr(failure, "is_told", False):
             raise
@@ -490,11 +492,9 @@ def _own_state_kept() -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def _heard(
-    meeting: Meeting, key: str, what: str, limit_s: float | None = None, is_cut_off: Callable[[], bool] = lambda: False
-) -> Any:
+def _heard(meeting: Meeting, key: str, what: str, limit_s: float | None = None) -> Any:
     try:
-        word = meeting.hear(key, what, limit_s, is_cut_off=is_cut_off)
+        word = meeting.hear(key, what, limit_s)
     except RendezvousError as error:
         raise WorkerFailure(str(error), 0) from None
     meeting.say_heard(key)

@@ -22,7 +22,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -201,25 +200,18 @@ class Meeting:
         """Writes it into the store, for all others."""
         self.store.set(key, pickling.dumps(word))  # type: ignore[arg-type]
 
-    def hear(
-        self,
-        key: str,
-        what: str,
-        limit_s: float | None = None,
-        teller: int = 0,
-        is_cut_off: Callable[[], bool] = lambda: False,
-    ) -> Any:
+    def hear(self, key: str, what: str, limit_s: float | None = None, teller: int = 0) -> Any:
         """What rank `teller` tells under this key, however long it takes, as long as its process lives. `what` says
         what for.
 
         Raises RendezvousError where it has ended, or has not told within the limit, where there is one. The store is
-        not asked where its node cannot be reached, as this process knows or `is_cut_off` says: it may be there.
+        not asked where its node cannot be reached: it may be there.
         """
         since_s = time.monotonic()
         while True:
-            if is_cut_off() or (self.is_lost(teller) and not self.has_ended(teller)):
-                raise RendezvousError(f"rank {self.rank} waits for {what}, and {self._lost_words(teller)}")
-            ended = self.is_lost(teller)  # before the look: it may tell, and end
+            ended = self.has_ended(teller)  # before the look: it may tell, and end
+            if not ended and self.is_lost(teller):
+                raise RendezvousError(f"{self._lost_words(teller)}, and rank {self.rank} waits for {what}")
             try:
                 if self._is_there(key, what):
                     return pickling.loads(bytes(self.store.get(key)))
@@ -269,8 +261,12 @@ class Meeting:
         return bool(poller.poll(0))
 
     def is_lost(self, rank: int) -> bool:
-        """Whether its process has ended, or its node cannot be reached any more, as far as this process knows."""
-        return self.has_ended(rank) or (self.messenger is not None and self.nodes[rank] in self.messenger.lost)
+        """Whether its process has ended, or its node cannot be reached any more, as far as this process knows: by
+        itself, or by the boards that its node's messenger writes."""
+        if rank in self.mates:
+            return self.has_ended(rank)
+        noted = any(board.over(rank) == DIED for board in self._boards)
+        return noted or (self.messenger is not None and self.nodes[rank] in self.messenger.lost)
 
     def next_run(self) -> int:
         """The number of the next run of these processes, from 1 on; each calls it for each run."""

@@ -71,9 +71,10 @@ class Builtin(Strategy):
             self.optimizers[0].step()
             return
         norm = torch.nn.utils.get_total_norm([gradient for _, gradient in gradients])
-        if not norm.isfinite():  # it may overflow though no gradient does
-            norm = torch.nn.utils.get_total_norm([gradient.double() for _, gradient in gradients])
         self.last_norm = norm.item()
+        if not math.isfinite(self.last_norm):  # it may overflow though no gradient does
+            norm = torch.nn.utils.get_total_norm([gradient.double() for _, gradient in gradients])
+            self.last_norm = norm.item()
         if not math.isfinite(self.last_norm) and (name := first_not_finite(gradients)) is not None:
             if not self.skip_not_finite:
                 raise NotFinite.of(name)

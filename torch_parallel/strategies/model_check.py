@@ -8,7 +8,7 @@ noticed by `watch.py`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
@@ -48,21 +48,6 @@ def check_model(model: nn.Module, *, alone: bool, in_process_group: bool) -> Non
     _check_common_memory(model)
     if (fault := hidden(model)) is not None:
         raise UnsupportedModel(fault)
-    _check_state_dict(model)
-
-
-def _check_state_dict(model: nn.Module) -> None:
-    """Strategies and checkpoints ask modules as torch's own modules ask their parts."""
-    for name, module in model.named_modules():
-        try:
-            inspect.signature(module.state_dict).bind(prefix="", keep_vars=True)
-        except TypeError:
-            raise UnsupportedModel(
-                f"module {name or 'at the top'} ({type(module).__name__}) has a state_dict that does not take what "
-                "torch's takes: write def state_dict(self, *args, **kwargs), and hand them on"
-            ) from None
-        except ValueError:  # it has no signature that could be read
-            continue
 
 
 def _fault_of(kind: str, tensor: Tensor) -> str | None:
@@ -105,6 +90,11 @@ def _fault_of_module(module: nn.Module, alone: bool, in_process_group: bool) -> 
     name = type(module).__name__
     if name in WRAPPERS:
         return "exchanges by torch's own means already: give the module in it"
+    if not _takes_as_torchs(module.state_dict):
+        return (
+            "has a state_dict that does not take what torch's takes: write def state_dict(self, *args, **kwargs), and "
+            "hand them on"
+        )
     if alone or in_process_group:
         return None
     if "sync" in name.lower() and "norm" in name.lower():
@@ -115,6 +105,17 @@ def _fault_of_module(module: nn.Module, alone: bool, in_process_group: bool) -> 
     if dist.is_available() and any(isinstance(value, dist.ProcessGroup) for value in vars(module).values()):
         return "holds a process group of torch, in which its ranks are not"
     return None
+
+
+def _takes_as_torchs(state_dict: Callable[..., object]) -> bool:
+    """Whether it can be asked as torch's own modules ask their parts; taken for so where it does not tell."""
+    try:
+        inspect.signature(state_dict).bind(prefix="", keep_vars=True)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
 
 
 def _check_common_memory(model: nn.Module) -> None:

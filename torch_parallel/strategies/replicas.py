@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor, nn
 
 from torch_parallel.communicator import Communicator
 from torch_parallel.gradients.layout import as_bytes, canonical_strides, written_once
 from torch_parallel.strategies.model_check import UnsupportedModel
-from torch_parallel.workloads.whole_model import extra_state, of_parameters, set_extra_state, set_modes
+from torch_parallel.workloads.whole_model import digests, extra_state, of_parameters, set_extra_state, set_modes
 
 PIECE_BYTES = 4 << 20
 """So many are broadcast at a time: the memory for it is kept, and need not be as large as the model."""
@@ -164,9 +162,9 @@ def check_replicas(model: nn.Module, communicator: Communicator) -> None:
     Raises ReplicasDiffer on all ranks, naming the first parameter that differs and the ranks that hold each value.
     Buffers are not compared: BatchNorm's are each worker's own.
     """
-    names = [name for name, _ in model.named_parameters()]
-    table = communicator.all_ranks(torch.tensor([_hash(parameter) for parameter in model.parameters()], device="cpu"))
-    for name, hashes in zip(names, table.t().tolist(), strict=True):
+    own = digests(model)
+    table = communicator.all_ranks(torch.tensor(list(own.values()), device="cpu"))
+    for name, hashes in zip(own, table.t().tolist(), strict=True):
         if len(set(hashes)) > 1:
             groups = [[rank for rank, other in enumerate(hashes) if other == value] for value in dict.fromkeys(hashes)]
             raise ReplicasDiffer(
@@ -174,8 +172,3 @@ def check_replicas(model: nn.Module, communicator: Communicator) -> None:
                 + ", ".join(f"rank{'s' * (len(group) > 1)} {str(group)[1:-1]}" for group in groups)
                 + " hold different values"
             )
-
-
-def _hash(tensor: Tensor) -> int:
-    data = as_bytes(tensor.detach().cpu()).numpy()
-    return int.from_bytes(hashlib.blake2b(data.data, digest_size=8).digest(), "little", signed=True)

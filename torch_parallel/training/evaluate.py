@@ -145,11 +145,10 @@ class FromTheStart:
     those very elements, for as long as they do. A parameter that is NaN may not."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._kinds = {
-            name: kinds * (kinds != NAN) if isinstance(tensor, nn.Parameter) else kinds
-            for name, tensor in _of_model(model)
-            if (kinds := _kinds(tensor)).any()
-        }
+        self._kinds = {name: _kinds(tensor) for name, tensor in not_finite(model).items()}
+        for name, _ in model.named_parameters():
+            if (kinds := self._kinds.get(f"the parameter {name}")) is not None:
+                kinds[kinds == NAN] = 0
 
     def excuses(self, found: dict[str, Tensor]) -> list[str]:
         """Which of what was found not to be finite has been so from the start. What is finite now has lost that."""

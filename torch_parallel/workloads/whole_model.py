@@ -146,13 +146,15 @@ def of_sparse_gradients(model: nn.Module) -> str | None:
     return None
 
 
-def digests(model: nn.Module) -> dict[str, str]:
-    """By name, a digest of the bits of each parameter: replicas that hold the same have the same."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        found[name] = hashlib.blake2b(flat.numpy().data, digest_size=8).hexdigest()
-    return found
+def digests(model: nn.Module) -> dict[str, int]:
+    """By name, 64 bits, signed, made of those of each parameter: replicas that hold the same have the same."""
+    return {name: _digest(parameter.detach().cpu()) for name, parameter in model.named_parameters()}
+
+
+def _digest(tensor: Tensor) -> int:
+    """Of the elements in the order of their indices."""
+    data = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return int.from_bytes(hashlib.blake2b(data.data, digest_size=8).digest(), "little", signed=True)
 
 
 def state_on_cpu(model: nn.Module) -> dict[str, Any]:
