@@ -45,6 +45,7 @@ LAYERS = {
         "worker_process",
         "launcher",
         "joined",
+        "joined_run",
         "meeting",
         "messenger",
         "node_memory",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_parallel import joined, preflight
+from torch_parallel import joined, joined_run, preflight
 from torch_parallel.collectives.schedule import Nodes
 from torch_parallel.devices import choose_processes, one_thread_after_fork
 from torch_parallel.files import path_of
@@ -93,11 +93,11 @@ def train(
         return _train(emulation.on_nodes(config, (0,)), *given, launch, emulation.processes(config))
     meeting.nics = config.nic_names or named_by_environment()
     if meeting.rank > 0:
-        run: TrainingRun = joined.follow(meeting, partial(_shared_tensors, config, make_model, dataset, workload))
+        run: TrainingRun = joined_run.follow(meeting, partial(_shared_tensors, config, make_model, dataset, workload))
         on_this_machine = Path(run.weights_file).exists()
         weights = torch.load(run.weights_file, weights_only=False) if on_this_machine else {}
         return replace(run, weights=weights, rank=meeting.rank)
-    with joined.leading(meeting) as lead:
+    with joined_run.leading(meeting) as lead:
         count = _all_processes(config, meeting.world_size)
         config = emulation.on_nodes(config, meeting.nodes)
         run = _train(config, *given, lead.launch, count, lead.attempts_before, meeting.nodes)
