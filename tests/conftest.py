@@ -80,17 +80,20 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the tests that are marked exhaustive a part is run, another one each time. What is named by "::" is run."""
+    """Of the tests that are marked exhaustive a part is run, another one each time, but one case of each function
+    that has more than two in any run. What is named by "::" is run."""
     if config.getoption("exhaustive") or any("::" in each for each in config.args):
         return
-    left_out = [
-        item
-        for item in items
-        if item.get_closest_marker("exhaustive")
-        and zlib.crc32(f"{os.environ[PART_SEED]} {item.nodeid}".encode()) % ONE_IN
-    ]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    by_function: dict[str, list[tuple[int, str]]] = {}
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            drawn = zlib.crc32(f"{os.environ[PART_SEED]} {item.nodeid}".encode())
+            by_function.setdefault(item.nodeid.partition("[")[0], []).append((drawn, item.nodeid))
+    left_out = {
+        name for drawn in by_function.values() for number, name in sorted(drawn)[len(drawn) > 2 :] if number % ONE_IN
+    }
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import torch
+from programs import Program
+
+ROOT = Path(__file__).parents[1]
 
 PLAIN = {
     name: value
@@ -60,3 +67,36 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
     (file,) = folder.glob("*/weights.pt")
     weights: dict[str, torch.Tensor] = torch.load(file)
     return weights
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def started(layout: Sequence[int], program: str, *words: str, **environ: str) -> list[Program]:
+    """A process for each rank, in the environment of torchrun's, on nodes with so many ranks each."""
+    port, ends = str(free_port()), list(accumulate(layout))
+    processes = []
+    for rank in range(ends[-1]):
+        node = next(index for index, end in enumerate(ends) if rank < end)
+        place = rank - ends[node] + layout[node]
+        own = {"RANK": rank, "LOCAL_RANK": place, "LOCAL_WORLD_SIZE": layout[node], "GROUP_RANK": node}
+        same = {"WORLD_SIZE": ends[-1], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        said = {name: str(value) for name, value in (own | same).items()}
+        processes.append(Program([program, *words], PLAIN | said | environ, ROOT))
+    return processes
+
+
+def said_by(processes: Sequence[Program], limit_s: float = 200.0) -> list[str]:
+    """What each has said, when all have ended."""
+    until_s = time.monotonic() + limit_s
+    try:
+        return [process.communicate(timeout=max(1.0, until_s - time.monotonic()))[0] for process in processes]
+    finally:
+        end(processes)
+
+
+def end(processes: Sequence[Program]) -> None:
+    for process in processes:
+        process.close()

@@ -62,6 +62,7 @@ def test_what_is_expected_of_three_ranks_by_hand() -> None:
     assert rows("all_to_all", 1) == [[10, 20], [11, 21], [12, 22]]
 
 
+@pytest.mark.exhaustive
 def test_all_reduce(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives.mpi, "why_not", lambda: "this test has none")
     monkeypatch.setattr(collectives, "MOST_REPEATS", 10)

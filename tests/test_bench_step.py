@@ -24,6 +24,7 @@ KINDS = ("ring_all_reduce", "two_shot_in_place", "param_server", "sharded_param_
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.exhaustive
 def test_steps_beside_ddp(optimizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A server too, which is one process more. The sides train the same: their parameters differ by rounding."""
     bench.main(
@@ -87,6 +88,7 @@ def test_each_side_follows_the_other_one_as_often_as_itself(tmp_path: Path) -> N
     assert launch(turns_of, 1, deadline_s=60) == [["alone"] * 3 + 2 * mirrored + ["alone"] * 2]
 
 
+@pytest.mark.exhaustive
 def test_what_can_exchange_during_backward_does_so_too_if_there_are_several_buckets(tmp_path: Path) -> None:
     bench.main(
         ["step", "--strategy", "ring_all_reduce", "sharded_param_server", "--parameters_m", "0.1", "--steps", "1"]
@@ -96,6 +98,7 @@ def test_what_can_exchange_during_backward_does_so_too_if_there_are_several_buck
     assert ours == ["ring_all_reduce", "ring_all_reduce, overlapping", "sharded_param_server"]
 
 
+@pytest.mark.exhaustive
 def test_both_sides_drop_the_same_out(tmp_path: Path) -> None:
     """So parameters of mobilenet_v2, which drops a fifth of its features, may differ by rounding alone."""
     bench.main(
@@ -124,6 +127,7 @@ def test_sides_with_processes_of_their_own(tmp_path: Path) -> None:
     assert [row["verdict"] in ("faster", "level", "slower") for row in rows] == [True, False]
 
 
+@pytest.mark.exhaustive
 def test_a_model_of_texts_beside_ddp(tmp_path: Path) -> None:
     """It drops out a tenth of what it computes, and samples have unlike numbers of targets."""
     setting = Setting(0, 4, "sgd", model="distilbert", model_size="tiny", length=8, vocabulary_size=50)

@@ -131,6 +131,7 @@ def test_a_control_on_gpus_ends_with_the_weights_of_the_ring_on_gpus(script: str
     assert deviation(theirs, ours("ring_all_reduce", 2, tmp_path / "ours", device="cuda")) <= 1e-10
 
 
+@pytest.mark.exhaustive
 def test_ddp_says_its_settings_and_times_its_exchange(tmp_path: Path) -> None:
     done = control("ring_all_reduce_builtin.py", tmp_path, "--n_gpus", "2", "--batch_size", "4")
     assert "'gradient_as_bucket_view': True, 'static_graph': True" in done.stdout
@@ -143,6 +144,7 @@ def test_ddp_says_its_settings_and_times_its_exchange(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["two_shot_in_place", "param_server", "sharded_param_server", *BUILTIN])
+@pytest.mark.exhaustive
 def test_and_so_does_every_strategy(strategy: str, tmp_path: Path, one_process: dict[str, Tensor]) -> None:
     assert deviation(ours(strategy, 2 + STRATEGIES[strategy].server_count, tmp_path), one_process) <= 1e-12
 
@@ -163,6 +165,7 @@ def test_ddp_in_our_loop_says_no_exchange_that_it_did_not_time(
 
 
 @pytest.mark.parametrize("side", ["ring_all_reduce_builtin.py", "ddp"])
+@pytest.mark.exhaustive
 def test_dropout_and_batch_norm_are_the_same_under_ring_and_ddp(side: str, tmp_path: Path) -> None:
     """Each rank draws the same masks under both, and BatchNorm's statistics are its own while it trains."""
     model = {"model": "mobilenet_v2", "optimizer": "adamw", "train_size": 60, "test_size": 20, "epochs": 1}
@@ -221,6 +224,7 @@ ONE_STEP = ("--epochs", "1", "--train_size", "20")
 
 @both_controls
 @pytest.mark.parametrize("options", [("--lr", "1e6"), ("--lr", "1e45", *ONE_STEP)], ids=["diverges", "last_update"])
+@pytest.mark.exhaustive
 def test_what_is_not_finite_stops_a_control(script: str, options: tuple[str, ...], tmp_path: Path) -> None:
     """Also where the only update overflows, so that the loss that it was made of is finite."""
     done = control_here(script, tmp_path, *options, "--n_gpus", "2", "--dtype", "float32")

@@ -121,6 +121,7 @@ def test_the_launcher_is_interrupted(script: str, number: signal.Signals, code: 
     assert manifest["status"] == "interrupted"
 
 
+@pytest.mark.exhaustive
 def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     with running(RING, tmp_path, "--epochs", "100000") as process:
         after_first_epoch(process)

@@ -160,6 +160,7 @@ def test_an_environment_variable_that_is_gone_is_gone_in_workers_too(
 
 
 @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "LC_TIME", "FX_PATCH_GETITEM"])
+@pytest.mark.exhaustive
 def test_another_server_comes_where_its_start_has_read_what_changed(
     started: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -171,6 +172,7 @@ def test_another_server_comes_where_its_start_has_read_what_changed(
     assert not Path(f"/proc/{before}").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_is_replaced_lives_as_long_as_its_workers(
     started: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -264,6 +266,7 @@ def make_model() -> torch.nn.Module:
     return model
 
 
+@pytest.mark.exhaustive
 def test_training_under_the_callers_defaults_gives_the_same(as_before: None, tmp_path: Path) -> None:
     """And starts no CUDA."""
     inputs = torch.linspace(-1, 1, 120).view(20, 6)
@@ -314,6 +317,7 @@ def test_launch_leaves_its_caller_as_it_was(started: None, blocked: set[signal.S
         signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
 
 
+@pytest.mark.exhaustive
 def test_multiprocessing_is_left_to_the_caller(tmp_path: Path) -> None:
     """Its start method, its fork server, what that preloads, which has computed here, and its children's signals."""
     (tmp_path / "computes.py").write_text("import torch\na = torch.rand(600, 600)\na @ a\n")
@@ -396,6 +400,7 @@ def test_a_child_of_each_start_method_may_launch(tmp_path: Path, method: str) ->
     assert script(tmp_path, CALLER + text) == "[0, 1]\n[0, 1]\n"
 
 
+@pytest.mark.exhaustive
 def test_a_child_forked_after_its_parent_computed_may_launch(tmp_path: Path) -> None:
     """torch's threads are the parent's: what is large must be copied without them."""
     text = """
@@ -421,6 +426,7 @@ def test_a_child_forked_after_its_parent_computed_may_launch(tmp_path: Path) -> 
     assert script(tmp_path, CALLER + text) == "[3000000.0, 3000000.0] 2\n0\n"
 
 
+@pytest.mark.exhaustive
 def test_executors_may_launch_and_show_the_failure(tmp_path: Path) -> None:
     text = """
     if __name__ == "__main__":
@@ -434,6 +440,7 @@ def test_executors_may_launch_and_show_the_failure(tmp_path: Path) -> None:
     assert script(tmp_path, CALLER + text) == f"True\n{failure}\n"
 
 
+@pytest.mark.exhaustive
 def test_a_child_forked_in_the_middle_of_a_run_does_not_hold_it(started: None, tmp_path: Path) -> None:
     """It has copies of all that the launcher has open, and must not keep workers alive when the launcher is killed."""
     text = """
@@ -501,6 +508,7 @@ def test_with_a_seed_each_launch_draws_the_same(started: None) -> None:
     assert len({*first, *other}) == 4
 
 
+@pytest.mark.exhaustive
 def test_a_program_that_seeds_torch_draws_the_same_when_it_runs_again(tmp_path: Path) -> None:
     text = """
     import random, numpy, torch

@@ -173,6 +173,7 @@ def one_works(c: Communicator, waits: str) -> str:
 
 @pytest.mark.parametrize("pipes", [False, True])
 @pytest.mark.parametrize("waits", ["barrier", "ring", "chain"])
+@pytest.mark.exhaustive
 def test_who_works_may_be_waited_for_past_the_deadline(short_grace: None, pipes: bool, waits: str) -> None:
     assert launch(one_works, 3, waits, threads=1, deadline_s=DEADLINE_S, signal_pipes=pipes) == ["done"] * 3
 
@@ -213,6 +214,7 @@ def test_who_only_saw_a_peer_fail_is_not_blamed(failing: int) -> None:
     assert line == f"rank {failing} failed: TransportError: a wait that ran out"
 
 
+@pytest.mark.exhaustive
 def test_when_the_work_is_done_the_deadline_holds_again(short_grace: None) -> None:
     def work(c: Communicator) -> None:
         if c.rank == 0:

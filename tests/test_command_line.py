@@ -142,6 +142,7 @@ def test_no_argument_at_all_and_no_data(place: Path) -> None:
     assert accuracy is not None and float(accuracy[1]) >= 95  # the first thing that a reader runs learns something
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_diverges(place: Path) -> None:
     ended = run(place, "--dataset", "digits", "--lr", "1e30", "--epochs", "2")
     assert ended.returncode == 1
@@ -175,6 +176,7 @@ def long_run(place: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.exhaustive
 def test_an_interrupted_run_keeps_its_epochs(number: signal.Signals, code: int, place: Path) -> None:
     with long_run(place, "--results_dir", str(place / "kept")) as process:
         assert process.stdout is not None
@@ -192,6 +194,7 @@ def test_an_interrupted_run_keeps_its_epochs(number: signal.Signals, code: int, 
     assert files_below(place / "cwd") == set()
 
 
+@pytest.mark.exhaustive
 def test_output_that_nobody_reads_to_the_end(place: Path) -> None:
     """`python train.py | head -1`: one line says why it ends, and the exit code that it did."""
     with long_run(place) as process:
@@ -302,6 +305,7 @@ def test_help_of_the_other_commands(capsys: pytest.CaptureFixture[str], monkeypa
         assert all(word in output for word in words), arguments
 
 
+@pytest.mark.exhaustive
 def test_python_dash_m(place: Path) -> None:
     ended: Any = subprocess.run(
         [sys.executable, "-m", "torch_parallel", "bench", "all_reduce", "--n_gpus", "1"],

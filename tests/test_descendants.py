@@ -86,6 +86,7 @@ def kill_the_server(rank: int, message: Any) -> None:
         ("the server killed", kill_the_server, WorkerFailure),
     ],
 )
+@pytest.mark.exhaustive
 def test_what_workers_started_is_gone(
     tmp_path: Path, end: str, on_message: Callable[[int, Any], None] | None, error: type[BaseException] | None
 ) -> None:
@@ -156,6 +157,7 @@ def children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
+@pytest.mark.exhaustive
 def test_what_one_worker_left_behind_is_gone_before_the_others_end(tmp_path: Path) -> None:
     """And what a worker that still runs has sent into the background is left alone."""
 

@@ -196,6 +196,7 @@ def test_a_run_that_does_not_end_is_ended_and_named_with_its_own_words(
     assert epoch == "epoch 1" and not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.exhaustive
 def test_the_command_runs_a_small_grid_for_real(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch_parallel", "experiment", "ring_all_reduce", "--quick"]
     done = subprocess.run(

@@ -24,7 +24,7 @@ def drive(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=400)
 
 
-TRIALS = 6
+TRIALS = 3
 
 
 @pytest.mark.timeout(400)

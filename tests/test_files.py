@@ -133,6 +133,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive
 def test_a_training_where_the_locale_is_ascii(tmp_path: Path) -> None:
     """With the name of everything beyond ASCII: model, data, folders, trace, steps, and a checkpoint to resume from."""
     script = tmp_path / "entra\xeenement.py"

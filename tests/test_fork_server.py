@@ -94,6 +94,7 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.exhaustive
 def test_the_fork_server_is_stopped(signalled_server: Callable[[int], Any]) -> None:
     """Nobody needs it any more: the run goes on to its end, and the next one has a new server."""
     before = fork_server_pid()
@@ -121,6 +122,7 @@ def test_a_worker_dies_while_the_fork_server_is_stopped(signalled_server: Callab
     assert str(raised.value).splitlines()[0] == headline
 
 
+@pytest.mark.exhaustive
 def test_the_fork_server_is_stopped_before_any_worker_is_started() -> None:
     """Nobody else would ever notice: the start itself waits for it, until the deadline. Then another server serves."""
     launch(rank_of, 1, deadline_s=20)
@@ -155,6 +157,7 @@ def test_the_fork_server_was_killed_just_before(pause_s: float) -> None:
     assert launch(rank_of, 2, deadline_s=20) == [0, 1]
 
 
+@pytest.mark.exhaustive
 def test_no_fork_server_can_start_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two are tried."""
     tried: list[int] = []
@@ -170,6 +173,7 @@ def test_no_fork_server_can_start_anything(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(set(tried)) == len(tried) == 2
 
 
+@pytest.mark.exhaustive
 def test_after_the_fork_server_was_ended_the_next_start_has_a_new_one() -> None:
     """At once: a start that still finds the old one dying would end with it."""
     for _ in range(2):

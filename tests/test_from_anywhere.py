@@ -84,6 +84,7 @@ def calls(strategy: str, **options: str) -> str:
     return CALLS.format(strategy=strategy, options=options)
 
 
+@pytest.mark.exhaustive
 def test_a_script_that_registers_a_collective(tmp_path: Path) -> None:
     guarded = ("\nregister(LEFT)" + calls("left_all_reduce")).replace("\n", "\n    ")
     (tmp_path / "mine.py").write_text(f"{RING}\n\nif __name__ == '__main__':{guarded}\n")
@@ -91,6 +92,7 @@ def test_a_script_that_registers_a_collective(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, PRINTED, "")
 
 
+@pytest.mark.exhaustive
 def test_a_module_that_registers_when_it_is_imported(tmp_path: Path) -> None:
     """The workers import it too, where it registers once more."""
     (tmp_path / "algorithm.py").write_text(f"{RING}\n\nregister(LEFT)\n")
@@ -102,6 +104,7 @@ def test_a_module_that_registers_when_it_is_imported(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, PRINTED, "")
 
 
+@pytest.mark.exhaustive
 def test_a_notebook_that_registers_a_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     sources = (RING, "register(LEFT) is LEFT", calls("left_all_reduce"), "register(LEFT) is LEFT")

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "torch_parallel"
 
 # Who belongs to which layer: top-level modules and packages by name. What does not exist yet may have its place.
 LAYERS = {
-    "machine": {"devices", "units"},
+    "machine": {"devices", "units", "usage"},
     "leaves": {
         "results",
         "trace",

@@ -7,7 +7,6 @@ import gc
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,10 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from started import PLAIN, failing, weights_in
+from programs import Program
+from started import PLAIN, failing, free_port, said_by, started, weights_in
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from torch_parallel import join, launch
+from torch_parallel import RunConfig, join, launch, train
 from torch_parallel.communicator import Communicator
 from torch_parallel.meeting import Meeting
 from torch_parallel.place import RendezvousError
@@ -79,6 +79,7 @@ def joins_and_closes(communicator: Communicator, path: str, nodes: str, raising:
             own: Communicator | None = join(store, rank, communicator.world_size, deadline_s=20, node=nodes[rank])
             with own:
                 assert own.all_reduce(torch.ones(3000)).tolist() == [3.0] * 3000
+                communicator.barrier()  # who still waits for others would be told that one has raised
                 if raising:
                     raise ZeroDivisionError
             own.close()  # again, which does nothing
@@ -91,6 +92,7 @@ def joins_and_closes(communicator: Communicator, path: str, nodes: str, raising:
 
 @pytest.mark.parametrize("nodes", ["aaa", "aab", "abc"])
 @pytest.mark.parametrize("raising", [False, True])
+@pytest.mark.exhaustive
 def test_what_a_communicator_holds_is_given_back_when_it_is_closed(nodes: str, raising: bool, tmp_path: Path) -> None:
     hook, before = sys.excepthook, set(os.listdir("/dev/shm"))
     for counted in launch(joins_and_closes, 3, str(tmp_path / "store"), nodes, raising, 8, deadline_s=60):
@@ -141,31 +143,33 @@ def test_arguments_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch, tm
 # ---- torchrun ----
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "param_server",
-        *(
-            pytest.param(name, marks=pytest.mark.exhaustive)
-            for name in STRATEGIES
-            if name not in ("data_parallel", "param_server")
-        ),
-    ],
-)
-def test_training_under_torchrun_is_that_under_launch_to_the_bit(tmp_path: Path, strategy: str) -> None:
-    own = {"param_server_bounded": ["--staleness", "0"], "param_server_backup": ["--backup_workers", "0"]}
-    given = ["--strategy", strategy, *SMALL, *own.get(strategy, ())]
-    results = {way: tmp_path / way for way in ("launched", "joined")}
-    train = [str(ROOT / "train.py"), *given, "--results_dir"]
-    by_torchrun = run(torchrun(3, *train, str(results["joined"])))
-    assert by_torchrun.returncode == 0, by_torchrun.stderr
-    assert by_torchrun.stdout.count("epoch 1/1") == by_torchrun.stdout.count("results in ") == 1
-    plain = run([sys.executable, *train, str(results["launched"]), "--n_gpus", "3"])
-    assert plain.returncode == 0, plain.stderr
-    if strategy == "param_server_async":  # who comes first differs from run to run
-        return
-    ours, theirs = (weights_in(folder) for folder in results.values())
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+EXACT = {"param_server_bounded": {"staleness": 0}, "param_server_backup": {"backup_workers": 0}}
+"""With which these strategies wait for everybody, so that the weights do not depend on who comes first."""
+
+
+def launched(strategy: str, folder: Path) -> dict[str, torch.Tensor]:
+    small = {"dataset": "digits", "train_size": 200, "test_size": 50, "epochs": 1, "device": "cpu"}
+    own = {**small, **EXACT.get(strategy, {})}
+    config = RunConfig(strategy=strategy, n_gpus=3, results_dir=str(folder), **own)  # type: ignore[arg-type]
+    return train(config, verbose=False).weights
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "data_parallel"])
+def test_training_of_joined_processes_is_that_under_launch_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    own = [word for name, value in EXACT.get(strategy, {}).items() for word in (f"--{name}", str(value))]
+    words = ["--strategy", strategy, *SMALL, *own, "--results_dir", str(tmp_path / "joined")]
+    processes = started((3,), str(ROOT / "train.py"), *words)
+    said = "".join(said_by(processes))
+    assert [process.returncode for process in processes] == [0, 0, 0], said
+    assert said.count("epoch 1/1") == said.count("results in ") == 1
+    theirs = launched(strategy, tmp_path / "launched")
+    if strategy != "param_server_async":  # who comes first differs from run to run
+        ours = weights_in(tmp_path / "joined")
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.exhaustive
@@ -178,15 +182,11 @@ def test_training_under_torchrun_is_that_under_launch_to_the_bit(tmp_path: Path,
 )
 def test_who_fails_is_named_and_all_end(tmp_path: Path, what: str, said: str) -> None:
     begin_s = time.monotonic()
-    done = run(torchrun(3, failing(tmp_path, what), str(tmp_path / "results"), "ring_all_reduce"), CULPRITS="2")
-    assert done.returncode == 1
+    processes = started((3,), failing(tmp_path, what), str(tmp_path / "results"), "ring_all_reduce", CULPRITS="2")
+    texts = said_by(processes)
+    assert all(process.returncode != 0 for process in processes)
     assert time.monotonic() - begin_s < LIMIT_S / 2
-    assert re.search(said, done.stdout), done.stdout + done.stderr
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    assert all(re.search(said, text) for text in texts[:2]), texts
 
 
 @pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
@@ -194,12 +194,9 @@ def test_of_processes_started_by_hand_the_survivors_name_the_lost_one(tmp_path: 
     """Nobody ends them, as torchrun does."""
     program = failing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
     same = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CULPRITS": str(culprit)}
-    command = [sys.executable, program, str(tmp_path / "results"), "ring_all_reduce"]
-    processes = [
-        subprocess.Popen(command, env=PLAIN | same | {"RANK": str(rank)}, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        for rank in range(3)
-    ]
-    said = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+    command = [program, str(tmp_path / "results"), "ring_all_reduce"]
+    processes = [Program(command, PLAIN | same | {"RANK": str(rank)}, ROOT) for rank in range(3)]
+    said = said_by(processes)
     assert [process.returncode for process in processes] == [-9 if rank == culprit else 1 for rank in range(3)]
     lost = "the process of rank 0 has ended" if culprit == 0 else "rank 2 has died"
     assert all(f"FAILURE of {culprit} {lost}" in text for rank, text in enumerate(said) if rank != culprit), said
@@ -279,14 +276,12 @@ def test_one_program_has_several_runs_some_of_which_fail(tmp_path: Path) -> None
     """And its own generators go on as if there had been none."""
     program = tmp_path / "several.py"
     program.write_text(SEVERAL)
-    done = run(torchrun(3, str(program), str(tmp_path / "results")))
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = done.stdout  # lines of several processes may run into each other
-    for strategy in ("ring_all_reduce", "ddp", "sharded_param_server"):
-        assert sorted(re.findall(rf"DONE {strategy} (\d)", said)) == ["0", "1", "2"], said
-    for strategy in ("param_server_async", "ddp"):
-        assert said.count(f"FAILURE {strategy} 1 True") == 3, said
-    assert said.count("SUM [3.0, 3.0]") == said.count("DRAWN True") == 3, said
+    for rank, said in enumerate(said_by(started((3,), str(program), str(tmp_path / "results")))):
+        assert [line for line in said.splitlines() if line.startswith(("DONE", "FAILURE", "SUM", "DRAWN"))] == [
+            f"DONE ring_all_reduce {rank}",
+            *("FAILURE param_server_async 1 True", "FAILURE ddp 1 True", f"DONE ddp {rank}"),
+            *(f"DONE sharded_param_server {rank}", "SUM [3.0, 3.0]", "DRAWN True"),
+        ], said
 
 
 @pytest.mark.parametrize("strategy", ["ring_all_reduce", pytest.param("param_server", marks=pytest.mark.exhaustive)])
@@ -294,13 +289,17 @@ def test_a_run_that_torchrun_starts_anew_goes_on_to_the_bit(tmp_path: Path, stra
     kill = "os.kill(os.getpid(), signal.SIGKILL)"
     once = "self.training and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'"
     sums = {}
-    for way, when in (("disturbed", once), ("undisturbed", "False")):
+    for way in ("disturbed", "undisturbed"):
         (tmp_path / way).mkdir()
-        program = failing(tmp_path / way, kill, when)
-        done = run(torchrun(3, program, str(tmp_path / way), strategy, restarts=2), CULPRITS="2")
-        assert done.returncode == 0, done.stdout + done.stderr
-        lines = re.findall(r"DONE (\d) (-?\d+\.\d+(?:e-?\d+)?)", done.stdout)
-        assert sorted(rank for rank, _ in lines) == ["0", "1", "2"]
+        program = failing(tmp_path / way, kill, once)
+        if way == "disturbed":
+            done = run(torchrun(3, program, str(tmp_path / way), strategy, restarts=2), CULPRITS="2")
+            assert done.returncode == 0, done.stdout + done.stderr
+            said = done.stdout
+        else:
+            said = "".join(said_by(started((3,), program, str(tmp_path / way), strategy, CULPRITS="none")))
+        lines = re.findall(r"DONE (\d) (-?\d+\.\d+(?:e-?\d+)?)", said)
+        assert sorted(rank for rank, _ in lines) == ["0", "1", "2"], said
         (sums[way],) = {total for _, total in lines}
     assert sums["disturbed"] == sums["undisturbed"]
     assert len(list((tmp_path / "disturbed").glob("*/checkpoints"))) == 2
@@ -316,9 +315,10 @@ def test_a_run_that_torchrun_starts_anew_goes_on_to_the_bit(tmp_path: Path, stra
 )
 @pytest.mark.exhaustive
 def test_what_is_wrong_is_told_once(tmp_path: Path, flags: list[str], said: str) -> None:
-    done = run(torchrun(2, str(ROOT / "train.py"), *SMALL, *flags, "--results_dir", str(tmp_path / "results")))
-    assert done.returncode != 0
-    assert 1 <= done.stderr.count(said) <= 2, done.stderr
+    processes = started((2,), str(ROOT / "train.py"), *SMALL, *flags, "--results_dir", str(tmp_path / "results"))
+    text = "".join(said_by(processes))
+    assert all(process.returncode != 0 for process in processes)
+    assert 1 <= text.count(said) <= 2, text
     assert not (tmp_path / "results").exists()
 
 
@@ -333,6 +333,8 @@ def test_what_is_wrong_is_told_once(tmp_path: Path, flags: list[str], said: str)
     ],
 )
 def test_a_wrong_environment_is_told_in_a_line(tmp_path: Path, environ: dict[str, str], said: str) -> None:
-    done = run([sys.executable, str(ROOT / "train.py"), *SMALL, "--results_dir", str(tmp_path / "results")], **environ)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"train.py: error: {said}") and done.stderr.count("\n") == 1
+    command = [str(ROOT / "train.py"), *SMALL, "--results_dir", str(tmp_path / "results")]
+    process = Program(command, PLAIN | environ, ROOT)
+    (text,) = said_by([process])
+    assert process.returncode == 2
+    assert text.startswith(f"train.py: error: {said}") and text.count("\n") == 1

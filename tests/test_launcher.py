@@ -458,6 +458,7 @@ def test_a_second_ctrl_c_while_the_first_is_cleaned_up_is_dropped(monkeypatch: p
 # ---- what is left ----
 
 
+@pytest.mark.exhaustive
 def test_descriptors_and_processes_after_twenty_runs() -> None:
     def launch_and_count(number: int) -> tuple[int, int]:
         if number % 5 == 4:
@@ -498,6 +499,7 @@ for pipes in (False, True):
 """
 
 
+@pytest.mark.exhaustive
 def test_128_open_files_any_folder_and_a_long_temporary_one(tmp_path: Path) -> None:
     """8 workers; this package is found only through sys.path; the name of the temporary folder is no socket's."""
     script, temporary = tmp_path / "script.py", tmp_path / ("x" * 100)

@@ -412,6 +412,7 @@ def test_the_launcher_is_ended_and_takes_workers_in_c_code_with_it(
     assert errors.count("Traceback") == tracebacks, errors
 
 
+@pytest.mark.exhaustive
 def test_two_interrupts_during_training(tmp_path: Path) -> None:
     """`kill -INT` of the launcher, of which the workers know nothing, and Ctrl-C while it cleans up."""
     arguments = "--dataset digits --device cpu --n_gpus 3 --epochs 1000000 --strategy param_server"

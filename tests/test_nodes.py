@@ -8,17 +8,15 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
-from started import PLAIN, failing, weights_in
+from started import PLAIN, end, failing, said_by, started, weights_in
 
 from torch_parallel import RunConfig, nics, train
 from torch_parallel.collectives import HIERARCHICAL
@@ -38,47 +36,6 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 200.0
-
-
-def started(layout: Sequence[int], program: str, *flags: str, **environ: str) -> list[subprocess.Popen[str]]:
-    """A process for each rank, in the environment of torchrun's, on nodes with so many ranks each."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    ends = list(accumulate(layout))
-    processes = []
-    for rank in range(ends[-1]):
-        node = next(index for index, end in enumerate(ends) if rank < end)
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank - ends[node] + layout[node]), "GROUP_RANK": str(node)}
-        same = {"WORLD_SIZE": str(ends[-1]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, program, *flags],
-                env=PLAIN | same | own | environ,
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    return processes
-
-
-def said_by(processes: list[subprocess.Popen[str]], limit_s: float = LIMIT_S) -> list[str]:
-    """What each has said, when all have ended."""
-    until_s = time.monotonic() + limit_s
-    try:
-        return [process.communicate(timeout=max(1.0, until_s - time.monotonic()))[0] for process in processes]
-    finally:
-        end(processes)
-
-
-def end(processes: list[subprocess.Popen[str]]) -> None:
-    for process in processes:
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-
 
 # ---- training ----
 
@@ -328,6 +285,7 @@ def test_the_lab_trains_to_the_same_bits_and_its_cards_carry_what_the_schedule_s
     assert done.stdout.count("node 0: eth1 sent ") == 1
 
 
+@pytest.mark.exhaustive
 def test_the_lab_refuses_what_it_cannot_make() -> None:
     for flags, line in (
         (("--nodes", "0"), "--nodes 0: between 1 and 200 are possible"),
@@ -351,7 +309,9 @@ def test_a_killed_lab_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch_parallel", "lab", "--nodes", "2", "--", str(program)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=PLAIN, cwd=ROOT)
     assert process.stdout is not None and process.stdout.readline() == "here\n"
-    end([process])
+    process.kill()
+    process.wait()
+    process.stdout.close()
     until_s = time.monotonic() + 10
     while (left := _running(mark)) and time.monotonic() < until_s:
         time.sleep(0.1)

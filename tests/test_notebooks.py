@@ -47,6 +47,7 @@ def test_there_is_one_for_each_experiment() -> None:
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.exhaustive
 def test_a_notebook_is_executed_and_stays_what_it_is(name: str) -> None:
     committed = nbformat.read(FOLDER / name, as_version=4)
     nbformat.validate(committed)

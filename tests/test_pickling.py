@@ -214,6 +214,7 @@ def unfound(request: pytest.FixtureRequest, tmp_path: Path, started: None) -> It
         del sys.modules[name]
 
 
+@pytest.mark.exhaustive
 def test_what_workers_do_not_find_goes_by_value_and_comes_back(unfound: Any) -> None:
     """Class, function, cached one, a whole module. The caller's class is what it was, and one on all ranks."""
 
@@ -281,6 +282,7 @@ def test_a_lock_is_named_whose_module_is_found(started: None) -> None:
 # ---- scripts ----
 
 
+@pytest.mark.exhaustive
 def test_classes_of_a_script_travel_between_all_its_processes(tmp_path: Path) -> None:
     """Enums, data classes, models, exceptions; to processes that workers start, and between ranks."""
     text = f"""

@@ -85,6 +85,7 @@ def not_a_model() -> Any:
 
 
 @pytest.mark.parametrize("make_model", [stubborn, dying, not_a_model, lambda: sys.exit(1)])
+@pytest.mark.exhaustive
 def test_a_model_that_cannot_be_built_without_memory_is_not_judged(make_model: Any) -> None:
     assert dry_build(make_model) is None
 
@@ -212,6 +213,7 @@ def train(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100, env=dict(os.environ))
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_few_descriptors_ends_before_it_starts_or_works(tmp_path: Path) -> None:
     done = train("--n_gpus", "2", "--results_dir", str(tmp_path / "few"), before="ulimit -n 48; ")
     assert done.returncode == 2
@@ -223,6 +225,7 @@ def test_a_run_with_few_descriptors_ends_before_it_starts_or_works(tmp_path: Pat
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="needs root, to mount a /dev/shm")
+@pytest.mark.exhaustive
 def test_a_small_dev_shm_is_enough(tmp_path: Path) -> None:
     """A container's 64 MB, and even 1 MB: nothing of ours lies there, not even a model of 30 MB for four workers."""
     script = (

@@ -45,6 +45,7 @@ def test_a_run_opens_no_port_and_no_process_group(name: str) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_two_runs_at_once_and_three_in_a_row(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "train.py"), "--dataset", "digits", "--train_size", "64", "--epochs", "1"]
     command += ["--n_gpus", "2", "--results_dir", str(tmp_path)]

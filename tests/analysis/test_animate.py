@@ -156,6 +156,7 @@ def test_nothing_is_sent_of_a_common_chunk() -> None:
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.exhaustive
 def test_sentences_fit_into_the_picture(name: str) -> None:
     picture = Picture(COLLECTIVES[name], 8)
     for number in range(len(picture.rounds) + 2):

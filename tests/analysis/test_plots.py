@@ -34,6 +34,7 @@ def redrawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return media
 
 
+@pytest.mark.exhaustive
 def test_what_has_no_results_is_said_and_the_rest_is_drawn(tmp_path: Path) -> None:
     results = tmp_path / "results"
     shutil.copytree(newest("aggregation", RESULTS), results / "aggregation" / "one")
@@ -71,6 +72,7 @@ def test_the_figures_are_those_of_the_results(redrawn: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["scaling.png", "param_server.png", "ring_all_reduce.png", "stragglers.png"])
+@pytest.mark.exhaustive
 def test_a_figure_without_one_of_its_lines_would_be_noticed(name: str) -> None:
     """Each of the colours that many pixels have, white but for the grey of letters and grids, painted over."""
     image = pixels(ROOT / "media" / name)
@@ -181,6 +183,7 @@ def test_damaged_results_are_one_line_and_nothing_is_written_over(
 
 
 @pytest.mark.parametrize("name", ["nccl", list(TABLES)[-1], "experiments"])
+@pytest.mark.exhaustive
 def test_a_table_without_an_end_takes_nothing_with_it(name: str) -> None:
     before, begin, rest = (ROOT / "README.md").read_text().partition(f"<!-- {name} -->")
     table, _, after = rest.partition("<!-- end -->")

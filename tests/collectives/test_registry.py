@@ -179,6 +179,7 @@ def sums(communicator: Communicator, algorithm: Any) -> list[float]:
     return communicator.all_reduce(mine, algorithm=algorithm).tolist()
 
 
+@pytest.mark.exhaustive
 def test_workers_know_it_by_name_and_take_it_as_an_object() -> None:
     expected = [[0.0, 111.0, 222.0, 333.0, 444.0]] * 3
     assert launch(sums, 3, MINE, deadline_s=30) == expected  # without a word to the registry

@@ -179,6 +179,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(not may_unshare(), reason="this user may not make network namespaces (unshare -n)")
 @pytest.mark.parametrize("command", [["train.py", "--strategy", "ddp"], ["ring_all_reduce_builtin.py"]])
+@pytest.mark.exhaustive
 def test_without_a_network_one_line_says_so(tmp_path: Path, command: list[str]) -> None:
     flags = ["--dataset", "digits", "--n_gpus", "2", "--device", "cpu", "--results_dir", str(tmp_path)]
     start_s = time.monotonic()
@@ -191,6 +192,7 @@ def test_without_a_network_one_line_says_so(tmp_path: Path, command: list[str]) 
 
 
 @pytest.mark.skipif(not may_unshare(), reason="this user may not make network namespaces (unshare -n)")
+@pytest.mark.exhaustive
 def test_strategies_from_scratch_need_no_network(tmp_path: Path) -> None:
     flags = ["--dataset", "digits", "--n_gpus", "2", "--device", "cpu", "--epochs", "1", "--train_size", "64"]
     ended = run(*TAKEN_OFF, sys.executable, "train.py", *flags, "--results_dir", str(tmp_path))
@@ -252,6 +254,7 @@ def slow_worker(communicator: Communicator, job: Job) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ring_all_reduce"])
+@pytest.mark.exhaustive
 def test_saving_testing_and_compiling_may_take_longer_than_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:

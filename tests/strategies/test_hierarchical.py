@@ -58,6 +58,7 @@ def one_process() -> dict[str, Tensor]:
 
 @every_layout
 @pytest.mark.parametrize("nodes", [(2, 4), (3, 2), (1, 4), (4, 1)], ids=lambda nodes: f"{nodes[0]}x{nodes[1]}")
+@pytest.mark.exhaustive
 def test_training_on_nodes_is_that_of_one_process(tmp_path: Path, strategy: str, nodes: tuple[int, int]) -> None:
     trained = run(tmp_path, strategy, nodes=nodes[0], workers_per_node=nodes[1], check_replicas=1)
     for name, value in one_process().items():
@@ -66,6 +67,7 @@ def test_training_on_nodes_is_that_of_one_process(tmp_path: Path, strategy: str,
 
 @every_layout
 @pytest.mark.parametrize("nics", [1, 4])
+@pytest.mark.exhaustive
 def test_bytes_on_the_busiest_card(tmp_path: Path, strategy: str, nics: int) -> None:
     """In units of the buffer: 1.75; 1; 1, or 4 on one card; the largest group, or all; a quarter, or all."""
     trained = run(tmp_path, strategy, nodes=2, workers_per_node=4, nics=nics, bucket_mb=1.0)

@@ -318,6 +318,7 @@ def test_all_ranks_start_from_rank_0s_parameters_and_buffers(name: str) -> None:
 
 
 @overlapping_too
+@pytest.mark.exhaustive
 def test_freezing_later_works_and_unfreezing_later_is_refused(name: str) -> None:
     def freeze(model: nn.Module, worker: int, step: int) -> None:
         if step == 1:

@@ -24,6 +24,7 @@ def count_messages(communicator: Any, job: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", ("ring_all_reduce", "two_shot_in_place", "param_server", "sharded_param_server"))
+@pytest.mark.exhaustive
 def test_micro_batches_give_the_same_weights_and_no_more_messages(
     tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,7 @@ SMALL = {"epochs": 2, "train_size": 70, "batch_size": 16, "bucket_mb": 0.02}
     ],
     ids=lambda options: next(iter(options)),
 )
+@pytest.mark.exhaustive
 def test_that_wait_for_everybody_train_the_same_bits(options: dict[str, Any], run: Callable[..., TrainingRun]) -> None:
     """As the synchronous server: two that are told to wait for all workers, and one that has a single worker."""
     alike = [
@@ -113,6 +114,7 @@ def test_that_wait_for_everybody_train_the_same_bits(options: dict[str, Any], ru
 
 
 @pytest.mark.parametrize(("strategy", "options"), NOT_IN_STEP)
+@pytest.mark.exhaustive
 def test_they_learn(strategy: str, options: dict[str, Any], run: Callable[..., TrainingRun]) -> None:
     # Momentum and stale gradients do not go together: with both, one process too needs more than these ten epochs.
     optimizer = "adam" if strategy == "param_server_bounded" else "sgd"
@@ -230,6 +232,7 @@ class Stopper:
         ("param_server_bounded", {"staleness": 2}, 300),
     ],
 )
+@pytest.mark.exhaustive
 def test_a_worker_that_is_stopped(strategy: str, options: dict[str, Any], samples: int) -> None:
     stopper = Stopper()
     launch(
@@ -283,6 +286,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(run: Callable[..., TrainingR
 
 
 @pytest.mark.parametrize("strategy", list(ASYNCHRONOUS))
+@pytest.mark.exhaustive
 def test_a_run_goes_on_at_the_end_of_an_epoch(strategy: str, run: Callable[..., TrainingRun]) -> None:
     """With one worker, or nobody ahead, there is one result; 7 steps an epoch."""
     workers = 1 if strategy == "param_server_async" else 2
@@ -298,6 +302,7 @@ def test_a_run_goes_on_at_the_end_of_an_epoch(strategy: str, run: Callable[..., 
 
 
 @pytest.mark.parametrize(("strategy", "options"), NOT_IN_STEP)
+@pytest.mark.exhaustive
 def test_what_is_not_in_step_is_saved_between_epochs(
     strategy: str, options: dict[str, Any], run: Callable[..., TrainingRun]
 ) -> None:

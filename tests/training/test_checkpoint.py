@@ -108,6 +108,7 @@ def test_two_epochs_and_two_more_are_four(tmp_path: Path, strategy: str) -> None
 
 
 @pytest.mark.parametrize("strategy", ["ring_all_reduce", "param_server", "ddp"])
+@pytest.mark.exhaustive
 def test_a_run_that_ended_within_an_epoch_goes_on_there(tmp_path: Path, strategy: str) -> None:
     """After 3 of 7 steps of the second epoch, and a test there. Their loss is a mean that is taken apart again."""
     whole = run(config(tmp_path, strategy, epochs=2), DrawsInTrainingOnly)

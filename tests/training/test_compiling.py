@@ -93,6 +93,7 @@ def test_a_missing_compiler_is_said_before_anything_is_begun(tmp_path: Path, mon
         ),
     ],
 )
+@pytest.mark.exhaustive
 def test_a_compiled_run_ends_with_the_same_weights(tmp_path: Path, device: str) -> None:
     """On GPUs in several buckets, which leave while the compiled backward is at work."""
     weights = [

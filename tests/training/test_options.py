@@ -108,6 +108,7 @@ def test_not_finite_skip(tmp_path: Path, strategy: str) -> None:
 
 
 @every_strategy
+@pytest.mark.exhaustive
 def test_accumulate_splits_the_share_of_a_worker(tmp_path: Path, strategy: str) -> None:
     def largest_batch(communicator: Any, job: Any) -> dict[str, Any]:
         trainer = loop.Trainer(communicator, job)

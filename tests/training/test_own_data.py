@@ -149,6 +149,7 @@ def loss_of(model: nn.Module, weights: dict[str, Tensor], inputs: Tensor) -> flo
     ],
     ids=["doubles", "relu", "hardtanh", "counts"],
 )
+@pytest.mark.exhaustive
 def test_a_model_that_writes_into_its_batch_changes_no_data(
     strategy: str, make_model: Callable[[], nn.Module], inputs: Tensor, go: Callable[..., TrainingRun]
 ) -> None:

@@ -197,6 +197,7 @@ def typical_step_s(steps: list[StepTimes]) -> float:
 
 
 @pytest.mark.parametrize("strategy", ["ring_all_reduce", "param_server"])
+@pytest.mark.exhaustive
 def test_with_one_worker_four_times_slower_a_synchronous_step_takes_four_times_as_long(
     strategy: str, tmp_path: Path
 ) -> None:
@@ -224,6 +225,7 @@ def test_with_one_worker_four_times_slower_a_synchronous_step_takes_four_times_a
     assert json.loads(rows[0]["options"])["straggler"] == f"{slow}:4x"
 
 
+@pytest.mark.exhaustive
 def test_with_one_worker_four_times_slower_asynchronous_workers_lose_its_share_alone(tmp_path: Path) -> None:
     """(n - 1 + 1/s) / n = 13/16 of the speed: the server's updates from 0.2 s to 1.4 s after the epoch began."""
 

@@ -328,6 +328,7 @@ number = 3
 
 
 @pytest.mark.parametrize("command", [["train.py", "--n_gpus", "2"], ["ring_all_reduce_builtin.py", "--n_gpus", "2"]])
+@pytest.mark.exhaustive
 def test_a_workload_of_a_file(command: list[str], tmp_path: Path) -> None:
     """The same losses by ours and by the control."""
     (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")

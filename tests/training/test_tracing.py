@@ -17,6 +17,7 @@ from torch_parallel.transport.base import Transfer
 
 
 @pytest.mark.parametrize("strategy", list(FROM_SCRATCH))
+@pytest.mark.exhaustive
 def test_a_trace_of_all_ranks(tmp_path: Path, strategy: str) -> None:
     """3 steps of 2 workers: computations, updates and transfers counted by hand."""
     servers = FROM_SCRATCH[strategy].server_count

@@ -122,6 +122,7 @@ def test_what_forward_switches_and_makes_is_that_of_one_process(strategy: str, m
 
 
 @pytest.mark.parametrize("control", ["param_server_builtin.py", "ring_all_reduce_builtin.py"])
+@pytest.mark.exhaustive
 def test_controls_leave_the_modes_that_forward_switches_in_evaluation(control: str, tmp_path: Path) -> None:
     program = tmp_path / "own.py"
     program.write_text(
@@ -191,6 +192,7 @@ class ActNorm(Base):
         return h * self.gain
 
 
+@pytest.mark.exhaustive
 def test_the_control_says_that_its_replicas_differ(tmp_path: Path) -> None:
     program = tmp_path / "own.py"
     program.write_text(

@@ -233,6 +233,7 @@ DIFFERENT: list[tuple[Callable[[Transport], None], str, str, str]] = [
 
 @every_transport
 @pytest.mark.parametrize("differ, call, on_0, on_1", DIFFERENT)
+@pytest.mark.exhaustive
 def test_what_differs_is_named_at_once(
     kind: str, differ: Callable[[Transport], None], call: str, on_0: str, on_1: str
 ) -> None:

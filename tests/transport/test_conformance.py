@@ -132,6 +132,7 @@ def test_every_collective_every_size_every_dtype(kind: str, world_size: int) -> 
 
 @every_transport_and_gpus
 @pytest.mark.parametrize("world_size, dtype", [(3, torch.float32), (4, torch.bfloat16)])
+@pytest.mark.exhaustive
 def test_a_million_and_three_elements(kind: str, world_size: int, dtype: torch.dtype) -> None:
     assert on_all_ranks(kind, world_size, perform_everything, [1_000_003], (dtype,)) == [[]] * world_size
 
@@ -257,6 +258,7 @@ def hammer(transport: Transport, repetitions: int, numel: int, seed: int) -> lis
 
 @every_transport_and_gpus
 @pytest.mark.parametrize("world_size, numel", [(3, 24_000), (5, 1000)])
+@pytest.mark.exhaustive
 def test_hundreds_in_a_row_with_slow_ranks(kind: str, world_size: int, numel: int) -> None:
     """Whoever is signalled too early, or twice for once, reads another repetition's numbers."""
     assert on_all_ranks(kind, world_size, hammer, 250, numel, 7) == [[]] * world_size
@@ -388,6 +390,7 @@ def broadcast_to_a_slow_reader(transport: Transport, wait_for_reader: bool) -> t
 
 
 @every_transport
+@pytest.mark.exhaustive
 def test_settle_waits_for_a_slow_reader(kind: str) -> None:
     results = on_all_ranks(kind, 3, broadcast_to_a_slow_reader, True)
     assert [values for values, _ in results] == [[3.0] * 6, [2.0] * 6, [2.0] * 6]
@@ -422,6 +425,7 @@ def _make_reads_slow(buffer: SharedBuffer) -> None:
 
 @every_transport
 @pytest.mark.parametrize("slow_rank", [0, 2])
+@pytest.mark.exhaustive
 def test_a_rank_that_reads_late_gets_the_right_sums(kind: str, slow_rank: int) -> None:
     results = on_all_ranks(kind, 3, all_reduce_with_slow_reads, slow_rank)
     assert results == [[6.0, 60.0, 600.0, 6000.0]] * 3
@@ -453,6 +457,7 @@ def observed(transport: Transport, numel: int, dtype: torch.dtype) -> dict[str, 
 
 @every_transport_and_gpus
 @pytest.mark.parametrize("world_size, numel, dtype", [(4, 1003, torch.float32), (3, 2, torch.float64)])
+@pytest.mark.exhaustive
 def test_observed_bytes_and_messages_are_the_formulas(
     kind: str, world_size: int, numel: int, dtype: torch.dtype
 ) -> None:
@@ -546,6 +551,7 @@ def rank_1_stays_away(transport: Transport, what: str) -> str:
         ("settle unnamed", "rank 0, reduce, round 0: no signal from rank 1 for X s", "no error"),
     ],
 )
+@pytest.mark.exhaustive
 def test_deadline_names_rank_peer_purpose_and_round(kind: str, what: str, on_rank_0: str, on_rank_2: str) -> None:
     errors = on_all_ranks(kind, 3, rank_1_stays_away, what, deadline_s=0.9)
     assert [re.sub(r"for [0-9]\.\d s$", "for X s", error) for error in errors] == [on_rank_0, "", on_rank_2]

@@ -103,6 +103,7 @@ def probabilities(model: nn.Module) -> set[float]:
         ("gpt2", TEXTS, {0.1}),
     ],
 )
+@pytest.mark.exhaustive
 def test_dropout_is_as_published_or_as_given(name: str, form: Form, published: set[float]) -> None:
     with torch.device("meta"):
         assert probabilities(build_model(name, form)) == published
@@ -148,6 +149,7 @@ assert before == (dict(os.environ), list(warnings.filters), list(logging.root.ha
 """
 
 
+@pytest.mark.exhaustive
 def test_to_build_models_needs_no_network_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -215,6 +215,7 @@ def test_a_text_without_a_token_is_named(tmp_path: Path) -> None:
         load_csv(file, [], 10, seed=0, tokenizer=tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_the_real_one_where_there_is_one(tmp_path: Path) -> None:
     """With TORCH_PARALLEL_DATA naming a folder with BBC news: that, copied, for the cache; else made rows."""
     real = [Path(REAL_FOLDER) / below / "bbc-text.csv" for below in ("", "text") if REAL_FOLDER]

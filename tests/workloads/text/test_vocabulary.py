@@ -74,6 +74,7 @@ def test_the_trainer_alone_would_give_others() -> None:
     assert len(found) > 1
 
 
+@pytest.mark.exhaustive
 def test_the_same_vocabulary_in_another_process_and_silence_where_it_forks() -> None:
     expected = [digest(train(TIES, 400).get_vocab()) for train in (train_wordpiece, train_byte_pairs)]
     environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
