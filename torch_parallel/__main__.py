@@ -17,10 +17,11 @@ COMMANDS = {
     "lab": "runs a program on several machines that are made of this one, with network cards of a set rate",
     "plots": "draws the figures of media/ from results/",
 }
+START_WORKERS = ("bench", "experiment", "faults")
 
 
 def main() -> None:
-    from torch_parallel.training.config import OneLineParser
+    from torch_parallel.usage import OneLineParser
 
     parser = OneLineParser(prog="python -m torch_parallel", allow_abbrev=False, add_help=len(sys.argv) < 3)
     # the metavar makes "the following arguments are required" say which commands there are
@@ -33,6 +34,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] != ["lab"]:  # which starts the processes itself
-        start_command()  # before torch is imported here
+    start_command(starts_workers=len(sys.argv) > 1 and sys.argv[1] in START_WORKERS)
     run_command("torch_parallel", main)

@@ -17,10 +17,12 @@ from typing import NoReturn
 from torch_parallel import fork_server
 from torch_parallel.files import OutputError, prepare_streams
 from torch_parallel.place import RendezvousError, place_of
+from torch_parallel.usage import UserError
 
 
-def start_command() -> None:
-    """What every command does before it imports torch: starts the fork server, which imports torch at the same time.
+def start_command(starts_workers: bool = True) -> None:
+    """What every command does before it imports torch: starts the fork server, which imports torch at the same time, if
+    the command starts workers.
 
     Until `run_command` there is nothing to clean up, so Ctrl-C ends the process at once, and without a traceback.
     """
@@ -28,7 +30,7 @@ def start_command() -> None:
         signal.signal(signal.SIGINT, _interrupted_early)
     prepare_streams()
     with contextlib.suppress(RendezvousError):  # which is told later
-        if place_of() is None:  # else the processes are there
+        if starts_workers and place_of() is None:  # else the processes are there
             fork_server.start()
 
 
@@ -37,14 +39,6 @@ def run_command(name: str, command: Callable[[], None]) -> NoReturn:
 
     An error of the user's own code, an OSError too, keeps its traceback.
     """
-    from torch_parallel.devices import DeviceError
-    from torch_parallel.launcher import WorkerFailure
-    from torch_parallel.preflight import PreflightError
-    from torch_parallel.results import ResultsError
-    from torch_parallel.training.checkpoint import CheckpointError
-    from torch_parallel.training.config import ConfigError
-    from torch_parallel.workloads import DataError
-
     prepare_streams()
     signal.signal(signal.SIGTERM, _terminated)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it, and so do we then
@@ -53,12 +47,14 @@ def run_command(name: str, command: Callable[[], None]) -> NoReturn:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         command()
-    except (
-        *(ConfigError, DataError, DeviceError, ResultsError, CheckpointError, PreflightError, RendezvousError),
-    ) as error:
+    except UserError as error:
         _tell(f"{name}: error: {error}", error)
         sys.exit(2)
-    except WorkerFailure as failure:
+    except RuntimeError as failure:
+        from torch_parallel.launcher import WorkerFailure  # which imports torch
+
+        if not isinstance(failure, WorkerFailure):
+            raise
         _tell(f"{name}: {failure}", failure)
         sys.exit(1)
     except MemoryError as error:

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from torch_parallel.usage import UserError
+
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
@@ -154,7 +156,7 @@ def one_thread_after_fork() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-class DeviceError(ValueError):
+class DeviceError(UserError, ValueError):
     """More GPUs are asked for than there are. One line with both numbers."""
 
 

@@ -36,7 +36,7 @@ from torch_parallel.analysis.runs import DamagedResults, Unequal, manifest
 from torch_parallel.fetched import at_hand
 from torch_parallel.grids import EXPERIMENTS, Cell, Experiment
 from torch_parallel.results import COLUMNS, RunFolder, environment
-from torch_parallel.training.config import OneLineParser
+from torch_parallel.usage import OneLineParser
 from torch_parallel.workloads import DataError
 
 RUN_LIMIT_S = 3600.0

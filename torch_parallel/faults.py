@@ -31,7 +31,7 @@ from torch_parallel import launcher
 from torch_parallel.injection import CELLS, DEADLINE_S, PHASES, Plan, make_plan, run_trial
 from torch_parallel.shm_files import SHARED_MEMORY, files_of
 from torch_parallel.training import checkpoint
-from torch_parallel.training.config import OneLineParser
+from torch_parallel.usage import OneLineParser
 
 # How the launcher must end, where it is not with 1
 EXIT_CODES = {

@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torch_parallel import nics
-from torch_parallel.training.config import ConfigError, OneLineParser
 from torch_parallel.units import parse_bytes_per_s
+from torch_parallel.usage import ConfigError, OneLineParser
 
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1

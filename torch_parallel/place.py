@@ -9,6 +9,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch_parallel.usage import UserError
+
 STARTERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -23,7 +25,7 @@ OF_A_NODE = 2
 """From here on they are of the node, and the rank is known without them."""
 
 
-class RendezvousError(ValueError):
+class RendezvousError(UserError, ValueError):
     """Processes that were started by others cannot meet, or are told what does not fit. One line, with the remedy."""
 
     headline_suffices = True  # it is no line of code that is wrong

@@ -26,7 +26,7 @@ from torch_parallel.collectives import COLLECTIVES
 from torch_parallel.collectives.choice import TABLE
 from torch_parallel.steps import read_steps
 from torch_parallel.trace import read_chrome_trace
-from torch_parallel.training.config import OneLineParser
+from torch_parallel.usage import OneLineParser
 
 FIGURES: dict[str, tuple[Callable[[Path], Figure], str]] = {
     "param_server.png": (plots.accuracy, "param_server"),

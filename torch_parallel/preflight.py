@@ -24,9 +24,10 @@ from torch_parallel.devices import free_memory_bytes
 from torch_parallel.gradients.buckets import cut_into_buckets
 from torch_parallel.launcher import launch
 from torch_parallel.status import StatusBoard
+from torch_parallel.usage import UserError
 
 
-class PreflightError(ValueError):
+class PreflightError(UserError, ValueError):
     """The machine has not what the run needs. One line: what is missing, and the remedy."""
 
 

@@ -26,6 +26,7 @@ from torch_parallel.devices import usable_cpus
 from torch_parallel.files import OutputError as OutputError  # the controls take these two from here
 from torch_parallel.files import our_own, path_of, utf8
 from torch_parallel.files import prepare_streams as prepare_streams
+from torch_parallel.usage import UserError
 
 COLUMNS = (
     "run_id",
@@ -94,7 +95,7 @@ COLUMNS = (
 )
 
 
-class ResultsError(Exception):
+class ResultsError(UserError):
     """The results folder cannot be written to. One line."""
 
 

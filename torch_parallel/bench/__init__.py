@@ -28,7 +28,7 @@ from torch_parallel.bench.fit import bench_fit
 from torch_parallel.bench.nodes import bench_nodes
 from torch_parallel.bench.operations import ALGORITHMS
 from torch_parallel.bench.step import bench_step
-from torch_parallel.training.config import OneLineParser
+from torch_parallel.usage import OneLineParser
 
 BENCHES: dict[str, Callable[[list[str]], None]] = {
     "collectives": partial(bench_collectives, list(ALGORITHMS)),

@@ -13,7 +13,7 @@ from torch_parallel.bench.common import recorded, save
 from torch_parallel.bench.fit import save_fit
 from torch_parallel.devices import choose_processes, usable_cpus
 from torch_parallel.results import RunFolder
-from torch_parallel.training.config import ConfigError, OneLineParser
+from torch_parallel.usage import ConfigError, OneLineParser
 
 HEADING = f"{'size (bytes)':>13} {'count':>11} {'type':>6}  {'way':32}{'time (us)':>12}{'algbw':>9}{'busbw':>9}"
 

@@ -23,11 +23,12 @@ from torch_parallel.devices import choose_processes
 from torch_parallel.launcher import launch
 from torch_parallel.results import RunFolder
 from torch_parallel.strategies.builtin import at_its_best
-from torch_parallel.training.config import DEVICES, ConfigError, OneLineParser, RunConfig
+from torch_parallel.training.config import DEVICES, RunConfig
 from torch_parallel.training.evaluate import step_targets
 from torch_parallel.training.job import Job, make_job
 from torch_parallel.training.loop import Trainer
 from torch_parallel.training.optimizers import make_optimizer
+from torch_parallel.usage import ConfigError, OneLineParser
 from torch_parallel.workloads import DATASETS, MODELS
 from torch_parallel.workloads.load import load_workload
 from torch_parallel.workloads.tree import count, rows, to

@@ -28,7 +28,7 @@ import numpy
 from torch_parallel.bench.common import write_table
 from torch_parallel.collectives import ALL_REDUCE
 from torch_parallel.collectives.cost import Rates, predicted_s
-from torch_parallel.training.config import ConfigError, OneLineParser
+from torch_parallel.usage import ConfigError, OneLineParser
 
 SMALLEST_ANCHOR = 1 << 20
 """Bytes of a buffer from which on its size counts; below, alpha rules."""

@@ -33,8 +33,8 @@ from torch_parallel.communicator import Communicator
 from torch_parallel.launcher import launch
 from torch_parallel.results import RunFolder
 from torch_parallel.topology import Topology
-from torch_parallel.training.config import ConfigError, OneLineParser
 from torch_parallel.units import parse_bytes_per_s, parse_seconds
+from torch_parallel.usage import ConfigError, OneLineParser
 
 GLOO = "gloo's all_reduce"
 

@@ -25,10 +25,9 @@ from torch_parallel.training.config import (
     DEVICES,
     LARGEST_BUCKET_MB,
     PRECISIONS,
-    ConfigError,
-    OneLineParser,
 )
 from torch_parallel.training.optimizers import OPTIMIZERS
+from torch_parallel.usage import ConfigError, OneLineParser
 from torch_parallel.workloads import MODELS, image_side
 from torch_parallel.workloads.forms import TextForm, TextTask
 from torch_parallel.workloads.models.sizes import SIZES

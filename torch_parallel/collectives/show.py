@@ -9,15 +9,14 @@ about it, and a new algorithm has one as soon as it is registered:
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from textwrap import wrap
-from typing import NoReturn
 
 from torch_parallel.collectives import COLLECTIVES, Collective
 from torch_parallel.collectives.moves import Message, Table, is_complete, moves, region_name, states
 from torch_parallel.collectives.proof import ProofError
+from torch_parallel.usage import OneLineParser
 
 MOST_RANKS = 18  # a..r: the upper case letter S is a sum
 WIDTH = 100
@@ -176,17 +175,10 @@ def _span(values: Sequence[int]) -> str:
     return str(min(values)) if min(values) == max(values) else f"{min(values)}..{max(values)}"
 
 
-class _OneLineParser(argparse.ArgumentParser):
-    """An error is one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def main(arguments: list[str]) -> None:
     """`python -m torch_parallel collectives`: lists all algorithms, or draws one."""
     description = "Lists all collective algorithms with their costs, or draws one of them round by round."
-    parser = _OneLineParser(description=description, prog="python -m torch_parallel collectives", allow_abbrev=False)
+    parser = OneLineParser(description=description, prog="python -m torch_parallel collectives", allow_abbrev=False)
     parser.add_argument("--show", choices=tuple(COLLECTIVES), metavar="NAME", help=f"one of {', '.join(COLLECTIVES)}")
     parser.add_argument("--n", type=int, default=4, help="number of ranks (default: %(default)s)")
     parser.add_argument("--numel", type=int, default=1_000_000, help="elements of the buffer (default: %(default)s)")

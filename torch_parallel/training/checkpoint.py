@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 import torch
 
 from torch_parallel.files import path_of
+from torch_parallel.usage import UserError
 
 FORMAT = 1
 KEEP = 3
@@ -30,7 +31,7 @@ KEEP = 3
 _NAME = re.compile(r"step_(\d{9})\.pt")
 
 
-class CheckpointError(Exception):
+class CheckpointError(UserError):
     """A checkpoint that is not there, damaged, or of another run. One line, with what to do."""
 
     headline_suffices = True  # see mailbox.Failure

@@ -14,7 +14,7 @@ import sys
 import torch
 from torch import nn
 
-from torch_parallel.training.config import ConfigError
+from torch_parallel.usage import ConfigError
 
 CONTAINERS = (nn.Sequential, nn.ModuleList)
 NOT_CALLED = (nn.ModuleList, nn.ModuleDict)

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections import ChainMap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, get_type_hints
 
 from torch_parallel.collectives import ALL_REDUCE
 from torch_parallel.strategies import BUILTIN, STRATEGIES
@@ -20,6 +19,7 @@ from torch_parallel.training.sampler import epoch_sizes
 from torch_parallel.training.schedule import SCHEDULES
 from torch_parallel.transport.cuda_ipc import PERFORMERS
 from torch_parallel.transport.signals import A_DEADLINE, LONGEST_DEADLINE_S
+from torch_parallel.usage import ConfigError, OneLineParser
 from torch_parallel.workloads import DATASETS, MODELS
 from torch_parallel.workloads.load import CATEGORIES, RUNNING_TEXTS, Choice
 from torch_parallel.workloads.models import IMAGES
@@ -45,10 +45,6 @@ CONTROL_FLAGS = (
     *("optimizer", "lr", "scale_lr", "momentum", "weight_decay", "results_dir"),
 )
 """The flags of the two built-in scripts, which are controls: what to train on what, and not how."""
-
-
-class ConfigError(ValueError):
-    """A run that cannot be: one line that names the flag, the value, and what would do."""
 
 
 ALGORITHMS = ChainMap[str, Any](ALL_REDUCE, {"auto": None})  # "auto" comes first: a chain begins with its last map
@@ -440,16 +436,6 @@ class RunConfig:
 
 
 _OWN = [each.name for each in fields(RunConfig) if each.metadata["own"]]
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage above it."""
-
-    def error(self, message: str) -> NoReturn:
-        if message.startswith("unrecognized arguments"):
-            message += "; --help lists what there is"
-        print(f"{self.prog}: error: {message}", file=sys.stderr)
-        sys.exit(2)
 
 
 class _OnOrOff(argparse.Action):

@@ -6,7 +6,7 @@ import os
 import socket
 
 from torch_parallel.nics import INTERFACES
-from torch_parallel.training.config import ConfigError
+from torch_parallel.usage import ConfigError
 
 ANSWER_S = 5.0
 

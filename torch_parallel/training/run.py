@@ -25,12 +25,13 @@ from torch_parallel.strategies import BUILTIN, STRATEGIES
 from torch_parallel.trace import write_chrome_trace
 from torch_parallel.training import checkpoint, emulation
 from torch_parallel.training.compiling import check_compiler
-from torch_parallel.training.config import ConfigError, RunConfig
+from torch_parallel.training.config import RunConfig
 from torch_parallel.training.display import Display
 from torch_parallel.training.job import make_job
 from torch_parallel.training.loop import train_worker
 from torch_parallel.training.network import check_network
 from torch_parallel.training.optimizers import DEFAULT_LR
+from torch_parallel.usage import ConfigError
 from torch_parallel.workloads import DataError, Dataset, load_dataset
 from torch_parallel.workloads.load import length_of, load_workload, of_images
 from torch_parallel.workloads.own import as_workload

@@ -1,7 +1,9 @@
 """What is told of data that cannot be used."""
 
+from torch_parallel.usage import UserError
 
-class DataError(Exception):
+
+class DataError(UserError):
     """The data asked for cannot be had or cannot be trusted. The message is one line: what, where, and what helps."""
 
 
