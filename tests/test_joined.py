@@ -70,6 +70,11 @@ def test_ranks_that_join_have_the_communicator_that_launch_gives(tmp_path: Path)
     assert set(os.listdir("/dev/shm")) <= before
 
 
+def held_now() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")) + threading.active_count()
+
+
 def joins_and_closes(communicator: Communicator, path: str, nodes: str, raising: bool, times: int) -> list[int]:
     """Open files and threads after each of the times."""
     counted = []
@@ -84,9 +89,11 @@ def joins_and_closes(communicator: Communicator, path: str, nodes: str, raising:
                     raise ZeroDivisionError
             own.close()  # again, which does nothing
         own = store = None
-        gc.collect()
         communicator.barrier()
-        counted.append(len(os.listdir("/proc/self/fd")) + threading.active_count())
+        until_s = time.monotonic() + 10
+        while (held := held_now()) > min([held, *counted]) and time.monotonic() < until_s:
+            time.sleep(0.05)  # gloo closes its connections in its own time
+        counted.append(held)
     return counted
 
 
@@ -96,7 +103,7 @@ def joins_and_closes(communicator: Communicator, path: str, nodes: str, raising:
 def test_what_a_communicator_holds_is_given_back_when_it_is_closed(nodes: str, raising: bool, tmp_path: Path) -> None:
     hook, before = sys.excepthook, set(os.listdir("/dev/shm"))
     for counted in launch(joins_and_closes, 3, str(tmp_path / "store"), nodes, raising, 8, deadline_s=60):
-        assert max(counted) <= min(counted) + 8, counted  # gloo may be closing the last one's connections
+        assert counted[-1] <= counted[0] + 2, counted  # gloo closes connections late, but all of them
     assert sys.excepthook is hook and set(os.listdir("/dev/shm")) <= before
 
 

@@ -568,14 +568,15 @@ def ask_for(transport: Transport, requests: list[tuple[int, str]]) -> str:
 
 @every_transport_and_gpus
 def test_ranks_that_share_different_buffers_are_told_so(kind: str) -> None:
-    errors = on_all_ranks(kind, 3, ask_for, [(5, "float32"), (5, "float32"), (6, "float64")])
+    *errors, last = on_all_ranks(kind, 3, ask_for, [(5, "float32"), (5, "float32"), (6, "float64")])
     advice = "all ranks must call the same operations in the same order"
     five, six = "share 5 elements of torch.float32", "share 6 elements of torch.float64"
     assert errors == [
         f"call 1: rank 0 wants to {five}, but rank 2 wants to {six}: {advice}",
         f"call 1: rank 1 wants to {five}, but rank 2 wants to {six}: {advice}",
-        f"call 1: rank 2 wants to {six}, but rank 0 wants to {five}: {advice}",
     ]
+    # of two that differ from it, whoever came first
+    assert last in [f"call 1: rank 2 wants to {six}, but rank {other} wants to {five}: {advice}" for other in (0, 1)]
 
 
 def agree_on_a_long_text(transport: Transport, ends: str) -> str:
