@@ -25,28 +25,24 @@ this shard's parameters are those of the next step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from torch_parallel.collectives import ALL_REDUCE, DIRECT_ALL_GATHER, DIRECT_REDUCE_SCATTER, RING_ALL_GATHER
 from torch_parallel.collectives.schedule import chunk_bounds
 from torch_parallel.gradients.buckets import Bucket
 from torch_parallel.gradients.layout import NamedParameters, in_memory_order, laid_out, move_to_common, views_of
+from torch_parallel.gradients.pieces import check_elementwise, pieces_of, put_together
 from torch_parallel.strategies import optimizer_state
 from torch_parallel.strategies.base import OptimizerFactory
 from torch_parallel.strategies.from_scratch import FromScratch, norm_of
 from torch_parallel.strategies.optimizer_state import States
 from torch_parallel.transport.buffer import SharedBuffer
-
-ELEMENTWISE = (SGD, Adam, AdamW)
-"""What these make of an element depends on that element's gradient and state alone, so they may work on pieces."""
 
 PIECE_BYTES = 4 << 20
 """Of each shard, as much as this of parameters at a time: so their optimizer's state is brought to rank 0."""
@@ -66,7 +62,7 @@ class ShardedParamServer(FromScratch):
     one_bucket = True
     common_parameters = True
 
-    def _make_optimizers(self, optimizer_factory: OptimizerFactory) -> None:
+    def _prepare(self, optimizer_factory: OptimizerFactory, is_scheduled: bool) -> None:
         rank, world_size = self.transport.rank, self.transport.world_size
         self.gradients = [bucket.shared.narrow(bucket.numel) for bucket in self.buckets]
         self._copies: list[SharedBuffer] = []  # of all parameters, on every rank, where memory is not shared
@@ -107,7 +103,7 @@ class ShardedParamServer(FromScratch):
         if scale is None or shard.optimizer is None:
             return
         with self._updating(bucket.index):
-            if self._stay_apart(bucket):
+            if self.stays_apart(bucket):
                 shard.take_up_parameters()
             shard.collect()
             self._stop_if_overflown(bucket.index, shard.sums, ((piece.name, piece.gradient) for piece in shard.pieces))
@@ -123,7 +119,7 @@ class ShardedParamServer(FromScratch):
                 self.transport.perform(DIRECT_ALL_GATHER, copy, "parameters")
             self.transport.settle()
             for bucket, flat in zip(self.buckets, self.parameters, strict=True):
-                if self._stay_apart(bucket):
+                if self.stays_apart(bucket):
                     for (_, parameter), view in zip(bucket.parameters, views_of(flat, bucket.parameters), strict=True):
                         parameter.detach().copy_(view)
 
@@ -146,7 +142,7 @@ class ShardedParamServer(FromScratch):
         for (_, parameter), view in zip(bucket.parameters, views_of(flat, bucket.parameters), strict=True):
             if self.transport.rank == 0 or not in_common:
                 view.copy_(parameter.detach())
-            if not self._stay_apart(bucket):
+            if not self.stays_apart(bucket):
                 move_to_common(parameter, view)
         self.transport.agree("use the parameters there")  # rank 0 has written those that are in common
         return flat
@@ -164,7 +160,10 @@ class ShardedParamServer(FromScratch):
                             parts.setdefault(name, {}).setdefault(key, []).append((rank, value))
         parameters = [each for bucket in self.buckets for each in bucket.parameters]
         return {
-            name: {key: _put_together(some, parameter) for key, some in parts.pop(name).items()}
+            name: {
+                key: put_together([value for _, value in sorted(some, key=lambda part: part[0])], parameter)
+                for key, some in parts.pop(name).items()
+            }
             for name, parameter in parameters
             if name in parts
         }
@@ -172,35 +171,6 @@ class ShardedParamServer(FromScratch):
     def load_optimizer_state(self, state: States) -> None:
         pieces = [piece for shard in self.shards for piece in shard.pieces if piece.name in state]
         optimizer_state.restore(self.optimized(), {piece.name: piece.cut_out(state[piece.name]) for piece in pieces})
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one shard has of one parameter: elements [start, stop) of it, as they lie; in its shape if that is all."""
-
-    name: str
-    position: int  # of the parameter in its bucket
-    whole: Parameter
-    start: int
-    stop: int
-    parameter: Parameter
-    gradient: Tensor
-
-    def cut_out(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Of the whole parameter's state. What is not a number for each element, the count of steps, is the same."""
-        return {
-            key: laid_out(in_memory_order(value, self.whole)[self.start : self.stop], self.parameter)
-            if isinstance(value, Tensor) and value.ndim
-            else value
-            for key, value in state.items()
-        }
-
-    def copied(self, value: Any, first: int, last: int) -> Any:
-        """Elements [first, last) of this piece's state, as they lie; what is not one number an element is as it is."""
-        if not isinstance(value, Tensor):
-            return value
-        chosen = in_memory_order(value, self.parameter)[first:last] if value.ndim else value
-        return chosen.detach().cpu().clone()
 
 
 class Shard:
@@ -213,14 +183,11 @@ class Shard:
         """How many ranks have used each parameter of the bucket in this step."""
         start, stop = chunk_bounds(bucket.numel, world_size)[rank : rank + 2]
         self.sums = bucket.shared.local[start:stop]
-        self.pieces = list(_pieces(bucket, flat_parameters, start, stop))
+        self.pieces = list(pieces_of(bucket, start, stop, flat_parameters))
         self.named_parameters = [(piece.name, piece.parameter) for piece in self.pieces]
         self.optimizer = optimizer_factory(self.named_parameters) if self.pieces else None
-        if self.optimizer is not None and type(self.optimizer) not in ELEMENTWISE:
-            raise ValueError(
-                f"sharded_param_server updates pieces of parameters, and {type(self.optimizer).__name__} may need "
-                f"whole ones: take one of {', '.join(each.__name__ for each in ELEMENTWISE)}, or another strategy"
-            )
+        if self.optimizer is not None:
+            check_elementwise(self.optimizer, "sharded_param_server updates pieces of parameters", "another strategy")
 
     def take_up_parameters(self) -> None:
         """Where they lie apart, what the model has: somebody may have written them since the last step."""
@@ -246,22 +213,5 @@ class Shard:
         return states
 
 
-def _pieces(bucket: Bucket, flat_parameters: Tensor, start: int, stop: int) -> Iterator[Piece]:
-    begin = 0
-    for position, (name, parameter) in enumerate(bucket.parameters):
-        end = begin + parameter.numel()
-        first, last = max(begin, start), min(end, stop)
-        if first < last:
-            values, gradient = flat_parameters[first:last], bucket.shared.local[first:last]
-            if last - first == parameter.numel():
-                values, gradient = laid_out(values, parameter), laid_out(gradient, parameter)
-            yield Piece(name, position, parameter, first - begin, last - begin, Parameter(values), gradient)
-        begin = end
-
-
-def _put_together(parts: list[tuple[int, Any]], parameter: Parameter) -> Any:
-    """The state of a whole parameter, of its parts, which lie in the order of the ranks."""
-    values = [value for _, value in sorted(parts, key=lambda part: part[0])]
-    if not isinstance(values[0], Tensor) or not values[0].ndim:
-        return values[0]
-    return laid_out(torch.cat(values), parameter)
+def _by_rank(parts: list[tuple[int, Any]]) -> list[Any]:
+    return [value for _, value in sorted(parts, key=lambda part: part[0])]
