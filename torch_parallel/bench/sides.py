@@ -38,7 +38,7 @@ class OurSide:
             setting.make_optimizer,
             communicator,
             bucket_bytes=setting.bucket_bytes,
-            **({} if name == plain_name else {"overlap": True}),
+            overlap=name != plain_name,
         )
 
     def step(self) -> None:

@@ -76,6 +76,9 @@ class Bucket:
         self._on_complete: Callable[[Bucket], None] | None = None
         self._has_left = False
         self._closed = False
+        self.renew: Callable[[Bucket], bool] | None = None
+        """Called for a gradient that comes when the bucket has left. If that has begun a new step it is true, and
+        `zero` has been called."""
         for position, (_, parameter) in enumerate(parameters):
             if parameter in _HOOKS:
                 _HOOKS[parameter].remove()
@@ -127,6 +130,14 @@ class Bucket:
             for _, parameter in self.parameters:
                 parameter.grad = None
 
+    def reopen(self) -> None:
+        """A new step has begun, and the last one's gradients are still being exchanged."""
+        self._closed = False
+
+    @property
+    def has_left(self) -> bool:
+        return self._has_left
+
     def complete(self) -> None:
         """All gradients are in their views; what this rank has not used has zeros, and not the last step's."""
         self._copy_together()
@@ -172,11 +183,17 @@ class Bucket:
                 self.parameters[position][1].grad = self.views[position]
             self._loose.clear()
 
+    def _is_of_next_step(self, parameter: Tensor) -> bool:
+        gradient = parameter.grad
+        renewed = self.renew is not None and self.renew(self)
+        parameter.grad = gradient  # which `zero` has taken away
+        return renewed
+
     def _accumulated(self, position: int, parameter: Tensor) -> None:
         """What autograd made anew, in a step's first micro-batch and where somebody cleared .grad, goes to the view."""
         if self._closed:
             return
-        if self._has_left:
+        if self._has_left and not self._is_of_next_step(parameter):
             raise RuntimeError(
                 f"parameter {self.parameters[position][0]} got a gradient twice in one backward, after the first had "
                 "been sent to the other ranks: exchange when backward is over (--no_overlap, or overlap=False)"

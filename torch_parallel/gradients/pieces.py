@@ -45,13 +45,15 @@ class Piece:
     gradient: Tensor
 
     def cut_out(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Of the whole parameter's state. What is not a number for each element, the count of steps, is the same."""
-        return {
-            key: laid_out(in_memory_order(value, self.whole)[self.start : self.stop], self.parameter)
-            if isinstance(value, Tensor) and value.ndim
-            else value
-            for key, value in state.items()
-        }
+        """Of the whole parameter's state. What is not a number for each element, the count of steps, each piece has."""
+        return {key: self._cut(value) for key, value in state.items()}
+
+    def _cut(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if not value.ndim:
+            return value.clone()  # an optimizer counts in it
+        return laid_out(in_memory_order(value, self.whole)[self.start : self.stop], self.parameter)
 
     def copied(self, value: Any, first: int, last: int) -> Any:
         """Elements [first, last) of this piece's state, as they lie; what is not one number an element is as it is."""

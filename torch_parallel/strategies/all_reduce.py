@@ -10,13 +10,20 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from torch_parallel.collectives import ALL_REDUCE, COLLECTIVES, HIERARCHICAL
 from torch_parallel.collectives.choice import fastest_all_reduce
 from torch_parallel.collectives.schedule import Collective
 from torch_parallel.gradients.buckets import Bucket
 from torch_parallel.gradients.layout import NamedParameters
+from torch_parallel.strategies.base import OptimizerFactory
 from torch_parallel.strategies.from_scratch import FromScratch
+from torch_parallel.strategies.scheduled import Mark, Partition
+from torch_parallel.transport.channels import Steps
 
+SCHEDULE_OPTIONS = ("schedule", "partition_mb", "credit_mb", "cross_barrier")
+MARKS = ALL_REDUCE["reduce_broadcast"]
 SAYS_IT_ALL = (
     *("two_shot_in_place", "reduce_broadcast", "gather_scatter", "all_gather_average"),
     *("hierarchical_leaders", "hierarchical_multi_nic", "hierarchical_grouped", "hierarchical_sharded"),
@@ -27,30 +34,50 @@ SAYS_IT_ALL = (
 class AllReduce(FromScratch):
     """Synchronous data-parallel training over one all-reduce algorithm, by its name in the registry."""
 
-    options: ClassVar[tuple[str, ...]] = ("overlap",)
+    options: ClassVar[tuple[str, ...]] = ("overlap", *SCHEDULE_OPTIONS)
     algorithm: str
 
-    def collective(self, bucket: Bucket) -> Collective:
+    def collective(self, memory: Tensor) -> Collective:
         """What sums it: the same on all ranks."""
         own = ALL_REDUCE.get(self.algorithm) or HIERARCHICAL[self.algorithm]
         return self.communicator.placed(own)
 
     def describe_buckets(self) -> list[dict[str, Any]]:
         described = zip(super().describe_buckets(), self.buckets, strict=True)
-        return [{**sizes, "algorithm": self.collective(bucket).name} for sizes, bucket in described]
+        return [{**sizes, "algorithm": self.collective(bucket.shared.local).name} for sizes, bucket in described]
 
     def reduce(self, bucket: Bucket) -> None:
         with self._exchanging():
             bucket.publish()
             what = f"gradients of bucket {bucket.index}"
-            bucket.result = self.transport.perform(self.collective(bucket), bucket.shared, what)
+            collective = self.collective(bucket.shared.local)
+            bucket.result = self.transport.perform(collective, bucket.shared, what)
 
     def update(self, bucket: Bucket, scale: float | None = 1.0) -> None:
         if scale is not None:
             self._optimize(bucket, scale)
 
     def _sums_are_common(self, bucket: Bucket) -> bool:
-        return self.collective(bucket).common_result
+        return self.collective(bucket.shared.local).common_result
+
+    def bind_partition(self, partition: Partition, optimizer_factory: OptimizerFactory) -> None:
+        collective = self.collective(partition.shared.local)
+        result = partition.channel.bind(collective, partition.shared)
+        is_common = collective.common_result and self.transport.world_size > 1
+        partition.make_optimizer(optimizer_factory, result, is_common)
+
+    def partition_steps(self, partition: Partition) -> Steps:
+        what = f"gradients of {partition.name}"
+        yield from partition.channel.steps(self.collective(partition.shared.local), partition.shared, what)
+        if self._bucket_by_bucket:
+            yield from partition.await_mark()
+            self.update_partition(partition)
+
+    def bind_mark(self, mark: Mark) -> None:
+        mark.result = mark.channel.bind(MARKS, mark.shared)
+
+    def mark_steps(self, mark: Mark) -> Steps:
+        return mark.channel.steps(MARKS, mark.shared, mark.name)
 
 
 class FastestAllReduce(AllReduce):
@@ -58,22 +85,24 @@ class FastestAllReduce(AllReduce):
     over the one that was measured as the fastest for its size. Raises TransportError where ranks would choose unlike.
     """
 
-    options = ("overlap", "algorithm")
+    options = ("overlap", "algorithm", *SCHEDULE_OPTIONS)
     common_sums = True  # some are
 
     def __init__(self, *arguments: Any, algorithm: str = "auto", **options: Any) -> None:
+        self._chosen = algorithm
         super().__init__(*arguments, **options)
-        self.algorithms = [self._fastest(bucket) if algorithm == "auto" else algorithm for bucket in self.buckets]
+        self.algorithms = [self._algorithm_for(bucket.shared.local) for bucket in self.buckets]
         self.transport.agree(f"sum gradients by {', '.join(self.algorithms)}")
 
-    def _fastest(self, bucket: Bucket) -> str:
+    def _algorithm_for(self, memory: Tensor) -> str:
+        if self._chosen != "auto":
+            return self._chosen
         if len(set(self.communicator.nodes)) > 1:
             return "hierarchical_sharded"  # what crosses a card decides, and this sends least over each
-        memory = bucket.shared.local
         return fastest_all_reduce(memory.device.type, self.transport.world_size, memory.nbytes)
 
-    def collective(self, bucket: Bucket) -> Collective:
-        return self.communicator.placed(COLLECTIVES[self.algorithms[bucket.index]])
+    def collective(self, memory: Tensor) -> Collective:
+        return self.communicator.placed(COLLECTIVES[self._algorithm_for(memory)])
 
 
 class GroupedAllReduce(AllReduce):

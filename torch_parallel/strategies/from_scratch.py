@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,8 +38,11 @@ from torch_parallel.gradients.layout import NamedParameters, read_by_others
 from torch_parallel.gradients.pipeline import Pipeline
 from torch_parallel.status import EXCHANGING
 from torch_parallel.strategies.base import OptimizerFactory, Strategy
+from torch_parallel.strategies.optimizer_state import States
+from torch_parallel.strategies.scheduled import Mark, Partition, ScheduledExchange
 from torch_parallel.strategies.stopwatch import Stopwatch
 from torch_parallel.transport.buffer import SharedBuffer
+from torch_parallel.transport.channels import Steps
 
 ONLY_READ_GRADIENTS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Optimizers that, fused, are known to leave `.grad` as it is. Others change it, such as Nesterov's SGD vectorised."""
@@ -61,12 +65,20 @@ class FromScratch(Strategy):
         optimizer_factory: OptimizerFactory,
         *arguments: Any,
         overlap: bool = False,
+        schedule: str = "none",
+        partition_mb: float | None = None,
+        credit_mb: float | None = None,
+        cross_barrier: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(model, optimizer_factory, *arguments, **options)
+        is_scheduled = schedule != "none"
+        overlap = overlap or is_scheduled
         if overlap and "overlap" not in self.options:
             raise ValueError(f"{type(self).__name__} exchanges nothing before backward is over: leave overlap out")
-        groups = cut_into_buckets(model.named_parameters(), sys.maxsize if self.one_bucket else self.bucket_bytes)
+        partition_bytes = math.inf if partition_mb is None else partition_mb * 2**20
+        bucket_bytes = min(self.bucket_bytes, partition_bytes) if is_scheduled else self.bucket_bytes
+        groups = cut_into_buckets(model.named_parameters(), sys.maxsize if self.one_bucket else int(bucket_bytes))
         self.buckets = [
             Bucket(index, self._in_order(group), self.transport.share, self._before_gradients)
             for index, group in enumerate(groups)
@@ -75,7 +87,7 @@ class FromScratch(Strategy):
         self.overlap = overlap
         self._read_by_others = read_by_others(model.parameters())
         # One bucket alone is complete when backward is over: it has nothing to run beside.
-        several = overlap and len(self.buckets) > 1
+        several = overlap and len(self.buckets) > 1 and not is_scheduled
         # Of high priority: whatever it is given comes before the rest of backward, which has all the time to catch up.
         stream = torch.cuda.Stream(self.communicator.device, priority=-1) if several and enqueues else None
         if stream is not None:
@@ -84,10 +96,17 @@ class FromScratch(Strategy):
         # Until the order is found in which buckets leave: see `_agree_on_order`.
         self._order_buffer = self.transport.share(len(self.buckets), torch.float32) if several else None
         self._finite = FiniteCheck(self.buckets, self.communicator.device if enqueues else None)
-        self._make_optimizers(optimizer_factory)
+        self.scheduled: ScheduledExchange | None = None
+        self._prepare(optimizer_factory, is_scheduled)
+        if is_scheduled:
+            credit_bytes = math.inf if credit_mb is None else credit_mb * 2**20
+            wanted = schedule == "priority", partition_bytes, credit_bytes, cross_barrier
+            self.scheduled = ScheduledExchange(self, optimizer_factory, *wanted)
+            self.optimizers = [each.optimizer for each in self.scheduled.partitions if each.optimizer is not None]
 
-    def _make_optimizers(self, optimizer_factory: OptimizerFactory) -> None:
-        if self.updates_here:
+    def _prepare(self, optimizer_factory: OptimizerFactory, is_scheduled: bool) -> None:
+        """Makes the optimizers, but where they come with the partitions of a scheduled exchange."""
+        if self.updates_here and not is_scheduled:
             self.optimizers = [optimizer_factory(bucket.parameters) for bucket in self.buckets]
 
     def _in_order(self, parameters: NamedParameters) -> NamedParameters:
@@ -107,7 +126,26 @@ class FromScratch(Strategy):
     def update(self, bucket: Bucket, scale: float | None = 1.0) -> None:
         """Returns with the next parameters on this rank; with a scale of None, with the present ones."""
 
+    def bind_partition(self, partition: Partition, optimizer_factory: OptimizerFactory) -> None:
+        """Makes a partition ready: what `partition_steps` performs, and its optimizer, if this rank updates it."""
+        raise NotImplementedError
+
+    def partition_steps(self, partition: Partition) -> Steps:
+        """In the exchanger: the exchange of one partition, and the update, where that can be made without the rest."""
+        raise NotImplementedError
+
+    def bind_mark(self, mark: Mark) -> None:
+        """The same for the use mark of a bucket that is cut."""
+        raise NotImplementedError
+
+    def mark_steps(self, mark: Mark) -> Steps:
+        """Brings the mark, summed, to where updates are made."""
+        raise NotImplementedError
+
     def optimized(self) -> Iterable[tuple[NamedParameters, Optimizer]]:
+        if self.scheduled is not None:
+            yield from ((each.named_parameters, each.optimizer) for each in self.scheduled.updating)  # type: ignore[misc]
+            return
         for bucket, optimizer in zip(self.buckets, self.optimizers, strict=False):
             yield bucket.parameters, optimizer
 
@@ -116,13 +154,20 @@ class FromScratch(Strategy):
 
     def begin_step(self) -> None:
         """Clears the gradients, once no peer reads the last step's any more. Raises UnsupportedModel as all do."""
+        if self.scheduled is not None:
+            self.scheduled.note_pending()
         super().begin_step()
+        if self.scheduled is not None:
+            self.scheduled.begin_step()
+            return
         self._pipeline.begin_step()
         self._settle()
         for bucket in self.buckets:
             bucket.zero()
 
     def synchronising(self, last: bool) -> AbstractContextManager[None]:
+        if self.scheduled is not None:
+            return self.scheduled.synchronising(last)
         return self._pipeline.during_backward() if last and self.overlap else nullcontext()
 
     def step(self) -> None:
@@ -132,12 +177,19 @@ class FromScratch(Strategy):
         Without overlap, and but on GPUs, raises NotFinite before anything is exchanged, unless such steps are to be
         skipped. On GPUs backward, or this, raises NotFinite, `late`, for the step before.
         """
+        if self.scheduled is not None:
+            with self._exchanging():
+                self.scheduled.wait_for_last()
         self.watch.look()
         self._before_gradients()
         if not self.overlap and not self.skip_not_finite:
             self._stop_if_not_finite()
-        with self._waiting_for_background():
-            self._pipeline.finish()
+        if self.scheduled is not None:
+            with self._exchanging():
+                self.scheduled.finish(wait=not self._bucket_by_bucket)
+        else:
+            with self._waiting_for_background():
+                self._pipeline.finish()
         scale: float | None = 1.0
         if not self._bucket_by_bucket:
             scale = self._agreed_scale()
@@ -178,7 +230,14 @@ class FromScratch(Strategy):
 
     def confirm(self) -> None:
         super().confirm()
+        if self.scheduled is not None:
+            with self._exchanging():
+                self.scheduled.wait()
         self._finite.confirm()
+
+    def close(self) -> None:
+        if self.scheduled is not None:
+            self.scheduled.close()
 
     @property
     def updates_in_background(self) -> bool:
@@ -191,11 +250,15 @@ class FromScratch(Strategy):
         in_midst_of_backward_too = not (self.overlap and self._read_by_others)
         return self.clip_norm is None and not self.skip_not_finite and in_midst_of_backward_too
 
+    def before_leaving(self, bucket: Bucket) -> None:
+        """Backward has made its gradients, and it may be exchanged beside the rest. Raises NotFinite."""
+        self.watch.look_at(bucket.parameters)
+        if not self.skip_not_finite:
+            self._look_at_own(bucket)
+
     def _exchange(self, bucket: Bucket) -> None:
         if self.overlap:
-            self.watch.look_at(bucket.parameters)
-            if not self.skip_not_finite:
-                self._look_at_own(bucket)
+            self.before_leaving(bucket)
         self.reduce(bucket)
         if self._bucket_by_bucket:
             self.update(bucket)
@@ -203,7 +266,7 @@ class FromScratch(Strategy):
                 increment_version(parameter for _, parameter in bucket.parameters)
                 self.watch.accept(bucket.parameters)
 
-    def _stay_apart(self, bucket: Bucket) -> bool:
+    def stays_apart(self, bucket: Bucket) -> bool:
         """Whether parameters stay in the memory they came with, and are copied to where peers reach them and back.
 
         So they must where peers do not reach a GPU, and where something else looks into this memory and would not see
@@ -248,9 +311,35 @@ class FromScratch(Strategy):
 
     def _norm_of_sums(self) -> float:
         """The norm of the reduced gradients, the same bits wherever it is asked for."""
+        if self.scheduled is not None:
+            return norm_of([each.sums[: each.stop - each.start] for each in self.scheduled.partitions])
         return norm_of([bucket.result[: bucket.numel] for bucket in self.buckets])
 
+    def update_partition(self, partition: Partition, scale: float = 1.0) -> None:
+        """Makes the update of a partition of which this rank has the sums, and that nobody reads any more."""
+        optimizer, start_s = partition.optimizer, time.perf_counter()
+        assert optimizer is not None
+        gradients, marks = partition.gradients(), partition.marks()
+        for piece in partition.pieces:
+            is_used = marks[piece.position]
+            piece.parameter.grad = piece.gradient if is_used else None
+        parts = ((piece.name, piece.gradient) for piece in partition.pieces)
+        self._stop_if_overflown(partition.bucket.index, gradients, parts)
+        if scale != 1.0:
+            gradients.mul_(scale)
+        if partition.lr is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = partition.lr
+        optimizer.step()
+        increment_version(parameter for _, parameter in partition.bucket.parameters)
+        if self.on_update is not None:
+            self.on_update(partition.bucket.index, start_s, time.perf_counter())
+
     def _optimize(self, bucket: Bucket, scale: float) -> None:
+        if self.scheduled is not None:
+            for partition in self.scheduled.of_bucket(bucket):
+                self.update_partition(partition, scale)
+            return
         optimizer = self.optimizers[bucket.index]
         fused = all(group.get("fused") for group in optimizer.param_groups)
         only_reads = scale == 1.0 and fused and type(optimizer) in ONLY_READ_GRADIENTS
@@ -269,6 +358,25 @@ class FromScratch(Strategy):
     def _stop_if_overflown(self, index: int, sums: Tensor, parts: Iterable[tuple[str, Tensor]]) -> None:
         if not self.skip_not_finite:
             self._finite.look_at_sums(index, sums, parts)
+
+    def exchange_awaited(self) -> AbstractContextManager[None]:
+        """Around a wait for what the exchanger does."""
+        return self._exchanging()
+
+    def optimizer_state(self) -> States:
+        return super().optimizer_state() if self.scheduled is None else self.scheduled.optimizer_state()
+
+    def load_optimizer_state(self, state: States) -> None:
+        if self.scheduled is None:
+            super().load_optimizer_state(state)
+        else:
+            self.scheduled.load_optimizer_state(state)
+
+    def set_learning_rate(self, lr: float) -> None:
+        if self.scheduled is None:
+            super().set_learning_rate(lr)
+        else:  # the last step's updates may not be made yet
+            self.scheduled.lr = lr
 
     @contextmanager
     def _exchanging(self) -> Iterator[None]:

@@ -44,6 +44,7 @@ class Watch:
         self._closely = False
         self._versions: dict[str, tuple[int, int]] = {}
         self._sums: dict[str, int] = {}
+        self._exempt: set[str] = set()
 
     def begin_step(self) -> None:
         """Remembers the parameters as they are. Raises UnsupportedModel for one that was frozen and no longer is."""
@@ -60,6 +61,7 @@ class Watch:
         self._counts[doing] += 1
         self._doing = doing
         self._closely = is_looked_at(self._counts[doing])
+        self._exempt.clear()
         if not self._alone:
             self._versions = {name: _mark(parameter) for name, parameter in self._parameters}
             self._sums = _bit_sums(self._parameters) if self._closely else {}
@@ -74,6 +76,7 @@ class Watch:
         """The same for some of them, and for writes alone."""
         if self._alone:
             return
+        parameters = [each for each in parameters if each[0] not in self._exempt]
         written = [name for name, parameter in parameters if _mark(parameter) != self._versions.get(name)]
         if not written and self._sums:
             some = [(name, parameter) for name, parameter in parameters if name in self._sums]
@@ -85,11 +88,17 @@ class Watch:
                 "out what it needs (torch.nn.utils.parametrize)"
             )
 
+    def exempt(self, parameters: NamedParameters) -> None:
+        """The strategy writes these at any time until `accept`, in another thread."""
+        for name, parameter in parameters:
+            self._exempt.update(other for other, _ in self._beside.get(id(parameter), [(name, parameter)]))
+
     def accept(self, parameters: NamedParameters) -> None:
         """The strategy itself has just written these, in the midst of backward."""
         for name, parameter in parameters:
             self._sums.pop(name, None)
             for other, view in self._beside.get(id(parameter), [(name, parameter)]):
+                self._exempt.discard(other)
                 self._versions[other] = _mark(view)
 
     def look_at_tree(self) -> None:

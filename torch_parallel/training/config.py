@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_type_hints
 
 from torch_parallel.collectives import ALL_REDUCE
+from torch_parallel.gradients.scheduler import SCHEDULES as GRADIENT_SCHEDULES
 from torch_parallel.strategies import BUILTIN, STRATEGIES
 from torch_parallel.training import emulation
 from torch_parallel.training.aggregate import AGGREGATES
@@ -36,6 +37,7 @@ DEVICES = ("auto", "cpu", "cuda")
 LARGEST_BUCKET_MB = 2**20
 A_BUCKET = f"it must be > 0 and at most {LARGEST_BUCKET_MB}, a TiB"
 DEFAULT_BUCKET_MB = {"cpu": 25.0, "cuda": 100.0}
+SCHEDULED_BUCKET_MB = 1.0  # what is small overtakes, and is overtaken, sooner
 """Measured: results/bench_buckets and bench_buckets_gpu. On two H200 the steps of a vision transformer differ by 0.3 %
 with 50 and 100. With 25 they take 0.9 % more in float32, and 1.6 % if buckets are exchanged after backward."""
 
@@ -199,7 +201,7 @@ class RunConfig:
         None,
         "MiB of gradients that are exchanged together (default: "
         + ", ".join(f"{mb:g} on {device}" for device, mb in DEFAULT_BUCKET_MB.items())
-        + "; ddp's is torch's own, 25)",
+        + f"; ddp's is torch's own, 25; with --schedule {SCHEDULED_BUCKET_MB:g})",
     )
     overlap: bool | None = flag(
         None,
@@ -212,6 +214,25 @@ class RunConfig:
         "auto",
         "of all_reduce: auto takes the one that was measured as the fastest for a bucket's size and as many processes",
         ALGORITHMS.keys(),
+        own=True,
+    )
+    schedule: str = flag(
+        "none",
+        "exchange beside backward, by a thread of each worker, on the CPU: fifo, gradients in the order in which they "
+        "come, or priority, those first that the next forward needs first",
+        GRADIENT_SCHEDULES,
+        own=True,
+    )
+    partition_mb: float | None = flag(
+        None, "with --schedule: MiB into which larger gradients are cut, so that others may overtake", own=True
+    )
+    credit_mb: float | None = flag(
+        None, "with --schedule: MiB of gradients that are under way at a time (default: any)", own=True
+    )
+    cross_barrier: bool = flag(
+        False,
+        "with --schedule: the next forward begins before all is exchanged, and waits for each parameter where it first "
+        "uses it",
         own=True,
     )
     staleness: int = flag(0, "steps that a worker of param_server_bounded may be ahead of the slowest one", own=True)
@@ -370,6 +391,8 @@ class RunConfig:
     def bucket_mb_on(self, device: str) -> float:
         """`bucket_mb`, or the default where the workers train on `device`."""
         default = DEFAULT_BUCKET_MB["cpu" if self.strategy == "ddp" else device]
+        if self.schedule != "none":
+            default = min(default, SCHEDULED_BUCKET_MB)
         return default if self.bucket_mb is None else self.bucket_mb
 
     @property
@@ -417,6 +440,7 @@ class RunConfig:
             self.require(name, taken, f"{self.strategy} does not take it; give --strategy {' or '.join(takers)}")
             value = getattr(self, name)
             self.require(name, not isinstance(value, int) or value >= 0, "it must not be < 0")
+        self._check_schedule()
         if self.backup_workers and self.n_gpus is not None:
             workers = self.n_gpus - STRATEGIES[self.strategy].server_count
             why = f"it must be less than the number of workers, {workers}: one at least is waited for"
@@ -426,6 +450,18 @@ class RunConfig:
         adds_up_all = STRATEGIES[self.strategy].adds_up_all(**self.own_options)
         why = f"{self.strategy} updates by the gradients of some workers, averaged over their samples; leave it out"
         self.require("aggregate", self.aggregate == "weighted" or adds_up_all, why)
+
+    def _check_schedule(self) -> None:
+        for name in ("partition_mb", "credit_mb"):
+            value = getattr(self, name)
+            self.require(name, value is None or 0 < value < math.inf, "it must be > 0")
+        for name in ("partition_mb", "credit_mb", "cross_barrier"):
+            why = "it says how gradients are scheduled: give --schedule fifo or --schedule priority too"
+            self.require(name, self.schedule != "none" or getattr(self, name) in (None, False), why)
+        why = "it runs on the CPU: leave it out, and take --overlap on GPUs"
+        self.require("schedule", self.schedule == "none" or self.device != "cuda", why)
+        why = "layers that are compiled do not show when they use a parameter: leave out --compile"
+        self.require("cross_barrier", not (self.cross_barrier and self.compile), why)
 
     def require(self, name: str, good: bool, why: str) -> None:
         """Raises ConfigError for the flag of that name, as it is given, where its value is no good."""

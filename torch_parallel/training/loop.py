@@ -207,6 +207,7 @@ class Trainer:
         self.samples_done = share.done
         if config.check_replicas and self.steps_done % config.check_replicas == 0:
             with self.clock.off_the_clock():
+                self.strategy.confirm()
                 check_replicas(self.model, self.communicator)
         if config.in_step and self._checkpoint_is_due():
             with self.clock.off_the_clock():

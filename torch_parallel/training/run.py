@@ -31,6 +31,7 @@ from torch_parallel.training.job import make_job
 from torch_parallel.training.loop import train_worker
 from torch_parallel.training.network import check_network
 from torch_parallel.training.optimizers import DEFAULT_LR
+from torch_parallel.transport.signals import stores_are_ordered
 from torch_parallel.usage import ConfigError
 from torch_parallel.workloads import DataError, Dataset, load_dataset
 from torch_parallel.workloads.load import length_of, load_workload, of_images
@@ -161,6 +162,12 @@ def _train(
         raise ConfigError(f"--performer {config.performer}: this run uses no GPU; take --performer auto")
     if config.performer == "triton" and importlib.util.find_spec("triton") is None:
         raise ConfigError("--performer triton: triton is not installed; take --performer auto")
+    if config.schedule != "none" and (device == "cuda" or len(set(nodes)) > 1 or not stores_are_ordered()):
+        where = "a GPU" if device == "cuda" else "several nodes" if len(set(nodes)) > 1 else "this processor"
+        raise ConfigError(
+            f"--schedule {config.schedule}: several exchanges in flight need the CPU of one x86-64 machine, and the "
+            f"run is on {where}; leave it out"
+        )
     if STRATEGIES[config.strategy].needs_network and config.process_count > 1:
         instead = "take another --strategy: those from scratch need no network"
         check_network(f"--strategy {config.strategy}", instead, device)

@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 
 from torch_parallel.collectives.schedule import Collective, Send
+from torch_parallel.status import StatusReporter
 from torch_parallel.transport.buffer import Memory, Plan, Pull, SharedBuffer, Transfer, nothing, unfinished_reads
 from torch_parallel.transport.calls import TEXT_LIMIT, Calls, TransportError, at_most, schedule_signature, signature_of
 from torch_parallel.transport.signals import READ, READY, PeerIsOver, Signals, WaitTimeout
@@ -55,6 +56,10 @@ class Transport(ABC):
 
     enqueues: ClassVar[bool] = False
     """Whether it gives everything to the current stream, and waits for nothing."""
+    status: StatusReporter
+    """This rank's words on the board that all ranks read."""
+    on_one_machine: ClassVar[bool] = True
+    """Whether what `share_common` gives is one memory, whatever links are emulated between the ranks."""
 
     def __init__(self, rank: int, world_size: int, signals: Signals, calls: Calls) -> None:
         self.rank = rank
@@ -62,6 +67,8 @@ class Transport(ABC):
         self.observer: Callable[[Transfer], None] | None = None
         self.over_link: Callable[[Pull], Pull] = lambda pull: pull
         """What emulated links make of each receive, once, when a schedule is bound (see `links.py`)."""
+        self.arrival_s: Callable[[int, int], float] = lambda source, nbytes: 0.0
+        """When a message from `source` is there, of `time.perf_counter`: it takes its place on the emulated links."""
         self.send_over_link: Callable[[int, int], None] = lambda peer, nbytes: None
         """What they make of a push: the sender waits for it, so that who serves many waits for nobody's link."""
         self.one_memory = True
@@ -198,7 +205,7 @@ class Transport(ABC):
                         times = (wait_start_s, start_s, end_s)
                         observer(Transfer(source, self.rank, theirs.nbytes, purpose, round_index, *times, reduce))
         except WaitTimeout as timeout:
-            raise self._failed(timeout, f"{doing}, round {round_index}", in_call=numbered) from None
+            raise self.failed(timeout, f"{doing}, round {round_index}", in_call=numbered) from None
         if numbered:
             words, entry = calls.words, calls.entry
             for index in calls.theirs:  # as `compare`, which takes longer to call
@@ -248,7 +255,7 @@ class Transport(ABC):
             for reader, doing in reading:
                 wait(READ, reader, doing, 0)
         except WaitTimeout as timeout:
-            raise self._failed(timeout, doing) from None
+            raise self.failed(timeout, doing) from None
         del unsettled[: len(reading)]
 
     def tell(self, peer: int, pushed: Iterable[SharedBuffer] = ()) -> None:
@@ -257,7 +264,7 @@ class Transport(ABC):
             try:
                 self.send_over_link(peer, buffer.local.nbytes)
             except WaitTimeout as timeout:
-                raise self._failed(timeout, f"a push to rank {peer}") from None
+                raise self.failed(timeout, f"a push to rank {peer}") from None
         self._signals.post(READY, peer)
 
     def told(self, peer: int) -> bool:
@@ -277,7 +284,7 @@ class Transport(ABC):
         try:
             self._signals.wait_any(READY, peers, doing)
         except WaitTimeout as timeout:
-            raise self._failed(timeout, doing) from None
+            raise self.failed(timeout, doing) from None
         came = [peer for peer in peers if self.told(peer)]
         for peer in came:
             self._wait(READY, peer, doing, 0)
@@ -304,7 +311,7 @@ class Transport(ABC):
         try:
             operation(theirs)
         except WaitTimeout as timeout:
-            raise self._failed(timeout, purpose) from None
+            raise self.failed(timeout, purpose) from None
         self.received_bytes[source] += theirs.nbytes
         if self.observer is not None:
             self.synchronize()
@@ -319,9 +326,9 @@ class Transport(ABC):
         try:
             self._signals.wait(kind, peer, doing, round_index)
         except WaitTimeout as timeout:
-            raise self._failed(timeout, doing, in_call) from None
+            raise self.failed(timeout, doing, in_call) from None
 
-    def _failed(self, timeout: WaitTimeout, doing: str, in_call: bool = False) -> TransportError:
+    def failed(self, timeout: WaitTimeout, doing: str, in_call: bool = False) -> TransportError:
         """The error of a wait, `in_call` where that has a number."""
         if isinstance(timeout, PeerIsOver):
             what = f"in call {self._calls.number}, {doing}" if in_call else f"({doing})"

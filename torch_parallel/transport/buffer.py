@@ -69,6 +69,8 @@ class SharedBuffer:
     plans: dict[Collective, Plan] = field(default_factory=dict)
     number: int = 0
     """Counted over the buffers of a transport, the same on all ranks."""
+    start: int = 0
+    """Of a part of the whole: its first element there."""
     groups: tuple[int, ...] = ()
     """Where groups of its elements begin, and the last one ends, for collectives that keep them together."""
 
@@ -78,21 +80,29 @@ class SharedBuffer:
 
     def narrow(self, numel: int) -> SharedBuffer:
         """The first `numel` elements of every rank's buffer."""
-        return SharedBuffer([part[:numel] for part in self.parts], self.rank, self.whole or self, number=self.number)
+        return self.part(0, numel)
+
+    def part(self, start: int, stop: int) -> SharedBuffer:
+        """Elements [start, stop) of every rank's buffer."""
+        parts = [part[start:stop] for part in self.parts]
+        return SharedBuffer(parts, self.rank, self.whole or self, number=self.number, start=self.start + start)
 
     def scratch_regions(self, count: int) -> list[Tensor]:
         """`count` regions of this rank's own memory, each [numel]. They hold anything."""
         whole = self.whole or self
         while len(whole.scratch) < count:
             whole.scratch.append(torch.empty_like(whole.local))
-        return [region[: self.local.numel()] for region in whole.scratch[:count]]
+        return [self._of_whole(region) for region in whole.scratch[:count]]
 
     def common_region(self, share: Callable[[int, torch.dtype], Tensor]) -> Tensor:
         """The memory [numel] of a common result; `share` makes it the first time, on all ranks."""
         whole = self.whole or self
         if whole.common is None:
             whole.common = share(whole.local.numel(), whole.local.dtype)
-        return whole.common[: self.local.numel()]
+        return self._of_whole(whole.common)
+
+    def _of_whole(self, region: Tensor) -> Tensor:
+        return region[self.start : self.start + self.local.numel()]
 
 
 class Memory:

@@ -36,6 +36,8 @@ class HybridTransport(SharedMemoryTransport):
     What lies in common memory is common to a node alone, so collectives that need memory in common are refused.
     """
 
+    on_one_machine = False
+
     def __init__(self, wiring: Wiring, rank: int, deadline_s: float, nodes: Nodes, lines: Lines) -> None:
         self._mates = [peer for peer, node in enumerate(nodes) if node == nodes[rank]]
         super().__init__(wiring, rank, deadline_s)

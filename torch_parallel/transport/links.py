@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -78,6 +79,7 @@ class EmulatedLinks:
         self._rank = rank
         self._free_s = memory.cast("d")  # of each NIC: egress, ingress
         self._lock = lock
+        self._by_one_thread = threading.Lock()  # the other lock keeps processes apart alone
         self._deadline_s = deadline_s
 
     @property
@@ -108,6 +110,13 @@ class EmulatedLinks:
         if self._topology.node_of[peer] != self._topology.node_of[self._rank]:
             sleep_until(self._reserve(self._rank, peer, nbytes))
 
+    def arrival_s(self, source: int, nbytes: int) -> float:
+        """When so many bytes from `source` are here, of `time.perf_counter`; 0 if nothing lies between. Raises
+        WaitTimeout."""
+        if self._topology.node_of[source] == self._topology.node_of[self._rank]:
+            return 0.0
+        return self._reserve(source, self._rank, nbytes)
+
     def _reserve(self, source: int, to: int, nbytes: int) -> float:
         """Takes the message's place in both queues; returns when it has arrived.
 
@@ -118,7 +127,7 @@ class EmulatedLinks:
             return time.perf_counter() + topology.latency_s
         sender, receiver = topology.nic_of[source], topology.nic_of[to]
         egress, ingress = 2 * sender, 2 * receiver + 1
-        with self._lock:
+        with self._by_one_thread, self._lock:
             now_s = time.perf_counter()
             leaves_s = max(now_s, free_s[egress])
             enters_s = max(leaves_s, free_s[ingress])

@@ -88,7 +88,7 @@ class LocalTransport(Transport):
         self._shares = 0
         if group.links is not None:
             links = EmulatedLinks(group.links, rank, group.link_clocks, group.link_lock, group.deadline_s)
-            self.over_link, self.send_over_link = links.slowed, links.send
+            self.over_link, self.send_over_link, self.arrival_s = links.slowed, links.send, links.arrival_s
             self.one_memory = self.common_is_near = links.within_one_node
 
     def _allocate(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:

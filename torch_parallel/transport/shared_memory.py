@@ -79,7 +79,7 @@ class SharedMemoryTransport(Transport):
         if wiring.links is not None:
             lock = FileLock(wiring.arena.fd, deadline_s)
             links = EmulatedLinks(wiring.links, rank, wiring.table(3), lock, deadline_s)
-            self.over_link, self.send_over_link = links.slowed, links.send
+            self.over_link, self.send_over_link, self.arrival_s = links.slowed, links.send, links.arrival_s
             self.one_memory = self.common_is_near = links.within_one_node
 
     def _allocate(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
