@@ -52,6 +52,10 @@ MORE_WORK_S = 2.0
 """A run that is over before its launcher gets to look has lost nothing by the fork server's death, and ends well."""
 
 
+SCHEDULED: dict[str, Any] = {"schedule": "priority", "partition_mb": 0.01, "credit_mb": 0.03, "cross_barrier": True}
+"""Of half of the runs that can: exchanges that last into the next step, several at a time."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """One trial: what happens to which process, when `rank` enters the phase for the `occurrence`-th time."""
@@ -68,9 +72,12 @@ class Plan:
     folder: str
     without: str = ""  # "death watch" or "deadline": what is taken out, to see that the driver notices
     device: str = "cpu"
+    is_scheduled: bool = False
 
     def __str__(self) -> str:
-        return f"{self.process} {self.fault} while {self.phase} ({self.strategy}, {self.n} processes, rank {self.rank})"
+        how = ", scheduled" if self.is_scheduled else ""
+        what = f"{self.strategy}{how}, {self.n} processes, rank {self.rank}"
+        return f"{self.process} {self.fault} while {self.phase} ({what})"
 
 
 def make_plan(
@@ -86,7 +93,10 @@ def make_plan(
     delay_s = choose.choice((0.0, choose.random() * 0.003))
     optimizer = choose.choice(("sgd", "adam"))
     device = "cuda" if gpu_count else "cpu"
-    return Plan(process, fault, phase, rank, occurrence, delay_s, strategy, n, optimizer, folder, without, device)
+    possible = "schedule" in FROM_SCRATCH[strategy].options and device == "cpu" and not without
+    is_scheduled = choose.random() < 0.5 and possible
+    drawn = process, fault, phase, rank, occurrence, delay_s, strategy, n, optimizer
+    return Plan(*drawn, folder, without, device, is_scheduled)
 
 
 def run_trial(plan: Plan) -> None:
@@ -112,6 +122,7 @@ def run_trial(plan: Plan) -> None:
         deadline_s=DEADLINE_S[plan.device],
         bucket_mb=BUCKET_MB[plan.device],
         results_dir=f"{plan.folder}/results",
+        **(SCHEDULED if plan.is_scheduled else {}),
     )
     train(config, worker_function=partial(faulty_worker, plan=plan))
 

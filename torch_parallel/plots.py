@@ -16,7 +16,17 @@ from pathlib import Path
 
 import matplotlib.figure
 
-from torch_parallel.analysis import bottlenecks, communication, gpu, machines, plots, timeline, transformer_plots, waits
+from torch_parallel.analysis import (
+    bottlenecks,
+    communication,
+    gpu,
+    machines,
+    plots,
+    scheduling,
+    timeline,
+    transformer_plots,
+    waits,
+)
 from torch_parallel.analysis.animate import save_gif
 from torch_parallel.analysis.choice import fastest_table
 from torch_parallel.analysis.figure import Figure
@@ -83,6 +93,11 @@ def _draw_overlap(results_dir: Path, file: Path) -> None:
     _save(gpu.overlap(folder), file, folder / "bench.csv", folder / "gpu_work.csv")
 
 
+def _draw_schedule(results_dir: Path, file: Path) -> None:
+    folders = scheduling.newest_of_each(results_dir).values()
+    _save(scheduling.gain_bars(results_dir), file, *(folder / "bench.csv" for folder in folders))
+
+
 def _draw_timeline(results_dir: Path, file: Path) -> None:
     trace = newest("trace", results_dir) / "trace.json"
     events = read_chrome_trace(trace)
@@ -101,6 +116,7 @@ def _draw_ring(results_dir: Path, file: Path) -> None:
 
 OTHERS: dict[str, Callable[[Path, Path], None]] = {
     "overlap_gpu.png": _draw_overlap,
+    "schedule.png": _draw_schedule,
     "timeline.png": _draw_timeline,
     "waits.png": partial(_draw_waits, partial(waits.draw_matrix, followed=True)),
     "steps.png": partial(_draw_waits, waits.draw_steps),

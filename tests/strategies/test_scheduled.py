@@ -254,3 +254,51 @@ def test_what_cannot_be_scheduled_is_one_line(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr("torch_parallel.training.run.stores_are_ordered", lambda: False)
     with pytest.raises(ConfigError, match="--schedule fifo: several exchanges in flight need the CPU of one x86-64"):
         run_of(tmp_path, "ring_all_reduce", schedule="fifo")
+
+
+def steps_with(communicator: Communicator, case: str) -> str:
+    """What is said of a program that does not keep to what a cross barrier needs; nothing, where it does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4000), nn.Linear(4000, 2))
+    strategy = FROM_SCRATCH["ring_all_reduce"](
+        model,
+        lambda named: torch.optim.SGD([each for _, each in named], lr=0.1),
+        communicator,
+        schedule="priority",
+        cross_barrier=True,
+    )
+    try:
+        for number in range(3):
+            if case == "other memory" and number == 1:
+                strategy.confirm()
+                model[0].weight.data = model[0].weight.data.clone()
+            strategy.begin_step()
+            x = torch.ones(3, 4)
+            if case == "forward outside":
+                loss = model(x).sum()
+                with strategy.synchronising(last=True):
+                    loss.backward()
+            else:
+                with strategy.synchronising(last=True):
+                    model(x).sum().backward()
+            if communicator.rank == 1:
+                time.sleep(0.1)  # so that the exchange is under way when the other begins the next step
+            strategy.step()
+        strategy.confirm()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("as it should be", ""),
+        ("forward outside", "run forward and backward within strategy.synchronising"),
+        ("other memory", "parameter 0.weight was given other memory"),
+    ],
+)
+def test_what_a_cross_barrier_needs_is_held_or_told(case: str, said: str) -> None:
+    told = [text for text in launch(steps_with, 2, case, deadline_s=20) if text]
+    assert bool(told) == bool(said)
+    assert any(said in text for text in told or [""]), told

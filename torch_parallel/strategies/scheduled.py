@@ -29,6 +29,7 @@ from torch_parallel.gradients.pieces import Piece, check_elementwise, pieces_of,
 from torch_parallel.gradients.scheduler import CHANNELS, Scheduler, Unit, meanwhile
 from torch_parallel.strategies import optimizer_state
 from torch_parallel.strategies.base import OptimizerFactory
+from torch_parallel.strategies.model_check import UnsupportedModel
 from torch_parallel.strategies.optimizer_state import States
 from torch_parallel.transport.buffer import SharedBuffer
 from torch_parallel.transport.channels import Channel, Steps, open_channels
@@ -123,7 +124,9 @@ class ScheduledExchange:
         self._channels, bells = open_channels(transport, CHANNELS, strategy.communicator.deadline_s)
         self.marks: dict[int, Mark] = {}  # by bucket
         self.partitions = [each for bucket in self._buckets for each in self._cut(bucket, partition_bytes)]
+        self._of_bucket: dict[int, list[Partition]] = {}
         for number, partition in enumerate(self.partitions):
+            self._of_bucket.setdefault(partition.bucket.index, []).append(partition)
             partition.channel = self._channels[number % CHANNELS]
             strategy.bind_partition(partition, factory)
         for mark in self.marks.values():
@@ -141,8 +144,10 @@ class ScheduledExchange:
         announcer = strategy.communicator.first_worker
         deadline_s = strategy.communicator.deadline_s
         self._scheduler = Scheduler(self._units(), transport, bells, announcer, deadline_s, by_priority, credit_bytes)
+        self._places: dict[str, int] = {}  # of parameters in memory, where their pieces are
         for bucket in self._buckets:
             bucket.renew = self._renew
+            self._places |= {name: parameter.data_ptr() for name, parameter in bucket.parameters}
 
     def _cut(self, bucket: Bucket, partition_bytes: float) -> Iterator[Partition]:
         """At equal distances; whole, where it is small, or its parameter does not lie in one row."""
@@ -182,7 +187,7 @@ class ScheduledExchange:
         mark.has_come = True
 
     def of_bucket(self, bucket: Bucket) -> list[Partition]:
-        return [partition for partition in self.partitions if partition.bucket is bucket]
+        return self._of_bucket[bucket.index]
 
     # ---- a step ----
 
@@ -195,6 +200,7 @@ class ScheduledExchange:
         self._armed = False
         keys = []
         for bucket in self._buckets:
+            self._check_places(bucket)
             if bucket.index in self._pending:
                 bucket.reopen()
                 self._strategy.watch.exempt(bucket.parameters)
@@ -202,6 +208,14 @@ class ScheduledExchange:
                 bucket.zero()
             keys += [(parameter, bucket.index) for _, parameter in bucket.parameters]
         self._first_use.watch(keys if self._cross_barrier or (self._by_priority and self._is_first) else [])
+
+    def _check_places(self, bucket: Bucket) -> None:
+        for name, parameter in bucket.parameters:
+            if parameter.data_ptr() != self._places[name]:
+                raise UnsupportedModel(
+                    f"parameter {name} was given other memory, by `.data = ` or `.to()`, and a scheduled exchange "
+                    "updates it where it was: copy into it instead (copy_), or make a new strategy"
+                )
 
     @contextmanager
     def synchronising(self, last: bool) -> Iterator[None]:
@@ -255,7 +269,12 @@ class ScheduledExchange:
         """A gradient has come for a bucket that has left. Whether it is the first of the next step."""
         if bucket.index in self._left:
             return False
-        self._await(bucket.index)
+        if bucket.index in self._pending:  # so it was used, and nobody has waited for its value
+            raise RuntimeError(
+                f"with cross_barrier forward has used {bucket.parameters[0][0]}, or others of its bucket, before they "
+                "had their next values: run forward and backward within strategy.synchronising(...), or leave "
+                "cross_barrier out where code that is not torch's reads parameters"
+            )
         bucket.zero()
         if self._armed:
             bucket.await_gradients(self._completed)
@@ -264,6 +283,7 @@ class ScheduledExchange:
     def _completed(self, bucket: Bucket) -> None:
         """All its gradients are there."""
         if bucket.has_left:  # in the step before, and nothing came for it in this one
+            self._await(bucket.index)
             self._renew(bucket)
         self._left.add(bucket.index)
         self._strategy.before_leaving(bucket)
