@@ -155,7 +155,7 @@ def _wrong_end(plan: Plan, exit_code: int, seconds: float, err: str) -> list[str
             "returned": [rf"rank {plan.rank} has returned(, and rank \d waits for it| after \d+ call)"],
         }[plan.fault]
         if (plan.device, plan.fault, plan.phase) == ("cpu", "stopped", "exchanging"):  # on GPUs a stream waits, no rank
-            wanted.append(r"rank \d was .*waiting for rank \d \(.+, round \d+\)")
+            wanted.append(r"rank \d was .*waiting for rank \d \((.+, round \d+|which gradients are exchanged next)\)")
         if plan.phase != "starting" and plan.fault != "returned":
             wanted.append(rf"rank {plan.rank} was \w+.* step \d+ of epoch \d+")
     elif (plan.process, plan.fault) == ("fork server", "killed"):

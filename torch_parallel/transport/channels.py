@@ -93,7 +93,7 @@ class Channel(Transport):
                 post()
             for source, operation, theirs, reduce in pulls:
                 wait_start_s = time.perf_counter()
-                yield from self._signal(READY, source, purpose)
+                yield from self._signal(READY, source, f"{purpose}, round {round_index}")
                 start_s = time.perf_counter()
                 arrives_s = self._base.arrival_s(source, theirs.nbytes)
                 operation(theirs)
@@ -106,7 +106,7 @@ class Channel(Transport):
         for source in plan.acknowledge:
             signals.post(READ, source)
         for reader in plan.readers:
-            yield from self._signal(READ, reader, f"{purpose}, end of the peer's reading")
+            yield from self._signal(READ, reader, f"{purpose}, end of the peer's reading, round {len(plan.rounds) - 1}")
 
     def _signal(self, kind: int, peer: int, doing: str) -> Steps:
         signals = self._signals
