@@ -150,3 +150,22 @@ def test_an_error_of_the_thread_is_raised_where_it_is_waited_for() -> None:
     with pytest.raises(ZeroDivisionError):
         bench.schedulers[0].wait([0])
     bench.close()
+
+
+def test_a_step_does_not_overtake_the_one_before() -> None:
+    """Bucket 0 is needed first, and its next gradient is there when 1 and 2 of the step before have not begun."""
+    bench = Bench(2, 3, by_priority=True, credit_bytes=100)
+    bench.schedulers[0].set_order([0, 1, 2])
+    for scheduler in bench.schedulers:
+        for bucket in (0, 1, 2):
+            scheduler.ready(bucket)
+    assert bench.begun_when(0, 1) == [0]
+    bench.let(0)
+    bench.in_threads(lambda rank: bench.schedulers[rank].wait([0]))
+    bench.schedulers[0].ready(0)
+    bench.let(1, 2)
+    bench.schedulers[1].wait([1, 2])  # it makes the next one ready after these
+    bench.schedulers[1].ready(0)
+    bench.in_threads(lambda rank: bench.schedulers[rank].wait(range(3)))
+    assert bench.begun == [[0, 1, 2, 0]] * 2
+    bench.close()

@@ -92,7 +92,7 @@ def chosen(communicator: Communicator, algorithms: list[str]) -> list[str]:
         bucket_bytes=4 * MiB,
         algorithm=algorithms[communicator.rank],
     )
-    return [strategy.collective(bucket).name for bucket in strategy.buckets]
+    return [strategy.collective(bucket.shared.local).name for bucket in strategy.buckets]
 
 
 def test_each_bucket_has_its_own() -> None:

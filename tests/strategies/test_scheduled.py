@@ -244,8 +244,9 @@ def test_what_cannot_be_scheduled_is_one_line(monkeypatch: pytest.MonkeyPatch, t
         ({"strategy": "ddp", "schedule": "fifo"}, "--schedule fifo: ddp does not take it"),
         ({"partition_mb": 1.0}, "--partition_mb 1.0: it says how gradients are scheduled"),
         ({"cross_barrier": True}, "--cross_barrier: it says how gradients are scheduled"),
-        ({"schedule": "fifo", "credit_mb": 0.0}, "--credit_mb 0.0: it must be > 0"),
+        ({"schedule": "fifo", "credit_mb": 0.0}, "--credit_mb 0.0: it must be at least 0.001"),
         ({"schedule": "fifo", "cross_barrier": True, "compile": True}, "--cross_barrier: layers that are compiled"),
+        ({"schedule": "priority", "compile": True}, "--schedule priority: layers that are compiled"),
         ({"schedule": "lifo"}, "--schedule lifo: choose from none, fifo, priority"),
         ({"schedule": "fifo", "device": "cuda"}, "--schedule fifo: it runs on the CPU"),
     ):

@@ -133,6 +133,8 @@ class Bucket:
     def reopen(self) -> None:
         """A new step has begun, and the last one's gradients are still being exchanged."""
         self._closed = False
+        for _, parameter in self.parameters:
+            parameter.grad = None
 
     @property
     def has_left(self) -> bool:
@@ -194,9 +196,10 @@ class Bucket:
         if self._closed:
             return
         if self._has_left and not self._is_of_next_step(parameter):
+            instead = "--no_overlap, or overlap=False" if self.renew is None else "leave --schedule out"
             raise RuntimeError(
                 f"parameter {self.parameters[position][0]} got a gradient twice in one backward, after the first had "
-                "been sent to the other ranks: exchange when backward is over (--no_overlap, or overlap=False)"
+                f"been sent to the other ranks: exchange when backward is over ({instead})"
             )
         if not self._used:
             self._before_first()

@@ -102,7 +102,7 @@ class Exchanger:
 
         while self._error is None and not come():
             under_way = [*self.in_flight]
-            waits = [each.wait for each in under_way if each.wait is not None and each.wait.peer is not None]
+            waits = [wait for each in under_way if (wait := each.wait) is not None and wait.peer is not None]
             wait = waits[0] if waits else None if under_way else idle
             if wait is not None and wait.peer is not None:
                 whom = wait.peer
@@ -115,6 +115,8 @@ class Exchanger:
                 patience.check()
             with self._changed:
                 if self._error is None and not come():
+                    if not self._thread.is_alive():
+                        raise RuntimeError("the exchanger has ended: make no step after close()")
                     self._changed.wait(SLICE_S)
         if self._error is not None:
             raise self._error

@@ -78,8 +78,9 @@ class Scheduler:
         self._size = 1 << (4 * len(units) + 64).bit_length()
         self._log = memoryview(transport.share_common(self._size, torch.int64).numpy())  # type: ignore[arg-type]
         self._place: dict[int, int] = {}  # of each bucket in the order of use
-        self._came: deque[Unit] = deque()  # ready, and not looked at by the exchanger yet
-        self._ready: dict[int, tuple[int, int]] = {}  # what it may start: index of a unit, priority and arrival
+        self._times = dict.fromkeys(self._of_bucket, 0)  # that each bucket has been ready: once a step
+        self._came: deque[tuple[int, Unit]] = deque()  # ready, in which step, and not looked at by the exchanger yet
+        self._ready: dict[int, tuple[int, int, int]] = {}  # what it may start: index -> step, priority and arrival
         self._arrivals = self._started = 0
         self._left = dict.fromkeys(self._of_bucket, 0)  # of each bucket, its units that are not done
         decides = transport.rank == announcer
@@ -97,7 +98,8 @@ class Scheduler:
         """Its gradients are there, and it may be exchanged."""
         units = self._of_bucket[bucket]
         self._left[bucket] = len(units)
-        self._came.extend(units)
+        self._times[bucket] += 1
+        self._came.extend((self._times[bucket], unit) for unit in units)
         self._exchanger.ring()
 
     def is_done(self, bucket: int) -> bool:
@@ -118,10 +120,10 @@ class Scheduler:
 
     def _take_what_came(self) -> None:
         while self._came:
-            unit = self._came.popleft()
+            step, unit = self._came.popleft()
             self._arrivals += 1
             place = self._place.get(unit.bucket, 0) if self._by_priority else 0
-            self._ready[unit.index] = (place, self._arrivals)
+            self._ready[unit.index] = (step, place, self._arrivals)
 
     def _may_start(self) -> bool:
         return bool(self._came) or self._chosen() is not None
@@ -147,7 +149,9 @@ class Scheduler:
             if index is None or index not in self._ready or id(self._units[index].channel) in busy:
                 return None
             return index
-        units = [self._units[index] for index in self._ready]
+        # A step's units do not overtake those of the step before, for which another rank may wait before it goes on.
+        step = min((step for step, *_ in self._ready.values()), default=0)
+        units = [self._units[index] for index, (its_step, *_) in self._ready.items() if its_step == step]
         free = [unit for unit in units if id(unit.channel) not in busy and unit.after not in self._ready]
         if not free:
             return None

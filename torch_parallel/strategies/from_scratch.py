@@ -36,6 +36,7 @@ from torch_parallel.gradients.buckets import Bucket, cut_into_buckets
 from torch_parallel.gradients.finite import FiniteCheck, first_not_finite
 from torch_parallel.gradients.layout import NamedParameters, read_by_others
 from torch_parallel.gradients.pipeline import Pipeline
+from torch_parallel.gradients.scheduler import SCHEDULES
 from torch_parallel.status import EXCHANGING
 from torch_parallel.strategies.base import OptimizerFactory, Strategy
 from torch_parallel.strategies.optimizer_state import States
@@ -72,7 +73,11 @@ class FromScratch(Strategy):
         **options: Any,
     ) -> None:
         super().__init__(model, optimizer_factory, *arguments, **options)
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule = {schedule!r}: choose from {', '.join(SCHEDULES)}")
         is_scheduled = schedule != "none"
+        if not is_scheduled and (partition_mb, credit_mb, cross_barrier) != (None, None, False):
+            raise ValueError("partition_mb, credit_mb and cross_barrier say how gradients are scheduled: give schedule")
         overlap = overlap or is_scheduled
         if overlap and "overlap" not in self.options:
             raise ValueError(f"{type(self).__name__} exchanges nothing before backward is over: leave overlap out")
@@ -242,6 +247,11 @@ class FromScratch(Strategy):
     @property
     def updates_in_background(self) -> bool:
         return self._pipeline.stream is not None and self._bucket_by_bucket
+
+    @property
+    def updates_at_once(self) -> bool:
+        """Whether a bucket is updated as soon as it has been exchanged."""
+        return self._bucket_by_bucket
 
     @property
     def _bucket_by_bucket(self) -> bool:

@@ -12,17 +12,20 @@ use of each (`gradients/first_use.py`). What needs the whole gradient (clipping,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from torch_parallel.gradients.buckets import Bucket
+from torch_parallel.gradients.finite import NotFinite
 from torch_parallel.gradients.first_use import FirstUse
 from torch_parallel.gradients.layout import NamedParameters, without_gaps
 from torch_parallel.gradients.pieces import Piece, check_elementwise, pieces_of, put_together
@@ -154,7 +157,7 @@ class ScheduledExchange:
         size = bucket.numel * bucket.flat.itemsize
         whole = size <= partition_bytes or len(bucket.parameters) > 1 or self._strategy.stays_apart(bucket)
         whole = whole or not without_gaps(bucket.parameters[0][1])
-        count = 1 if whole else -(-size // int(partition_bytes))
+        count = 1 if whole else min(math.ceil(size / partition_bytes), bucket.numel)
         bounds = [bucket.numel * number // count for number in range(count + 1)]
         mark = None
         if count > 1:
@@ -224,7 +227,7 @@ class ScheduledExchange:
             self._armed = True
             for bucket in self._buckets:
                 bucket.await_gradients(self._completed)
-        with self._first_use if self._first_use.is_watching else _nothing():
+        with self._first_use if self._first_use.is_watching else nullcontext():
             yield
 
     def finish(self, wait: bool) -> None:
@@ -249,20 +252,27 @@ class ScheduledExchange:
             self._await(index)
 
     def close(self) -> None:
-        self._scheduler.close()
+        """What is under way is finished first."""
+        try:
+            self.wait()
+        finally:
+            self._scheduler.close()
 
     def _before_use(self, index: int) -> None:
         if self._is_first:
             self._used[index] = None
-        self._await(index)
+        with self._strategy.exchange_awaited() if index in self._pending else nullcontext():
+            self._await(index)
 
     def _await(self, index: int) -> None:
         """Until the bucket of the last step has been exchanged, and its parameters have their next values."""
         if index in self._pending:
             self._pending.discard(index)
-            if not self._scheduler.is_done(index):
-                with self._strategy.exchange_awaited():
-                    self._scheduler.wait([index])
+            try:
+                self._scheduler.wait([index])
+            except NotFinite as error:
+                error.late = True  # it is of the step before
+                raise
             self._strategy.watch.accept(self._buckets[index].parameters)
 
     def _renew(self, bucket: Bucket) -> bool:
@@ -298,6 +308,9 @@ class ScheduledExchange:
             mark.shared.local.copy_(bucket.shared.local[bucket.numel :])
         for _, parameter in bucket.parameters:
             parameter.grad = None  # the next step's is made anew
+        if self._strategy.updates_at_once:
+            # here, and not when they are written, so that backward surely finds out if it still needs the old values
+            increment_version(parameter for _, parameter in bucket.parameters)
         self._scheduler.ready(bucket.index)
 
     # ---- optimizers ----
@@ -326,8 +339,3 @@ class ScheduledExchange:
             assert partition.optimizer is not None
             own = {piece.name: piece.cut_out(states[piece.name]) for piece in partition.pieces if piece.name in states}
             optimizer_state.restore([(partition.named_parameters, partition.optimizer)], own)
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

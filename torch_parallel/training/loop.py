@@ -205,11 +205,14 @@ class Trainer:
             self.recorder.end(epoch, step)
         self.steps_done += 1
         self.samples_done = share.done
-        if config.check_replicas and self.steps_done % config.check_replicas == 0:
+        checks_replicas = config.check_replicas > 0 and self.steps_done % config.check_replicas == 0
+        saves = config.in_step and self._checkpoint_is_due()
+        if config.schedule != "none" and (checks_replicas or saves):
+            self.strategy.confirm()  # what is still being exchanged is on the clock
+        if checks_replicas:
             with self.clock.off_the_clock():
-                self.strategy.confirm()
                 check_replicas(self.model, self.communicator)
-        if config.in_step and self._checkpoint_is_due():
+        if saves:
             with self.clock.off_the_clock():
                 self._save()
 

@@ -25,7 +25,7 @@ from torch_parallel.collectives.schedule import Collective
 from torch_parallel.transport.base import Transport
 from torch_parallel.transport.bells import Bells
 from torch_parallel.transport.buffer import SharedBuffer, Transfer
-from torch_parallel.transport.signals import READ, READY, SequenceNumbers, stores_are_ordered
+from torch_parallel.transport.signals import READ, READY, SequenceNumbers, WaitTimeout, stores_are_ordered
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,10 @@ class Channel(Transport):
                 wait_start_s = time.perf_counter()
                 yield from self._signal(READY, source, f"{purpose}, round {round_index}")
                 start_s = time.perf_counter()
-                arrives_s = self._base.arrival_s(source, theirs.nbytes)
+                try:
+                    arrives_s = self._base.arrival_s(source, theirs.nbytes)
+                except WaitTimeout as timeout:
+                    raise self.failed(timeout, f"{purpose}, round {round_index}") from None
                 operation(theirs)
                 if arrives_s > time.perf_counter():
                     yield Wait(lambda at=arrives_s: time.perf_counter() >= at, None, purpose, arrives_s)  # type: ignore[misc]
