@@ -167,8 +167,7 @@ def plain_and_scheduled(communicator: Communicator, name: str, more: dict[str, A
                         loss.backward()
             strategy.step()
             norms.append(strategy.last_norm)
-        strategy.confirm()
-        strategy.close()
+        strategy.close()  # which finishes what is under way
         ends.append([digest(model), norms])
     return ends
 
