@@ -23,12 +23,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import torch
-
 from torch_parallel.gradients.exchanger import Exchanger, Operation
 from torch_parallel.transport.base import Transport
 from torch_parallel.transport.bells import Bells
-from torch_parallel.transport.channels import Channel, Steps, Wait
+from torch_parallel.transport.channels import Channel, Steps, Wait, common_words
 from torch_parallel.transport.signals import WaitTimeout
 
 SCHEDULES = ("none", "fifo", "priority")
@@ -76,7 +74,7 @@ class Scheduler:
         for unit in units:
             self._of_bucket.setdefault(unit.bucket, []).append(unit)
         self._size = 1 << (4 * len(units) + 64).bit_length()
-        self._log = memoryview(transport.share_common(self._size, torch.int64).numpy())  # type: ignore[arg-type]
+        self._log = common_words(transport, self._size)
         self._place: dict[int, int] = {}  # of each bucket in the order of use
         self._times = dict.fromkeys(self._of_bucket, 0)  # that each bucket has been ready: once a step
         self._came: deque[tuple[int, Unit]] = deque()  # ready, in which step, and not looked at by the exchanger yet
@@ -168,8 +166,7 @@ class Scheduler:
     def _announce(self, index: int) -> None:
         self._log[self._started % self._size] = (self._started + 1) << _INDEX_BITS | index
         for peer in range(self._transport.world_size):
-            if self._bells.words[self._bells.place_of(peer)]:
-                self._bells.ring(peer)
+            self._bells.ring_if_asleep(peer)
 
     def _ended(self, index: int) -> None:
         self._left[self._units[index].bucket] -= 1

@@ -18,11 +18,10 @@ from torch_parallel.collectives.schedule import Collective
 from torch_parallel.gradients.buckets import Bucket
 from torch_parallel.gradients.layout import NamedParameters
 from torch_parallel.strategies.base import OptimizerFactory
-from torch_parallel.strategies.from_scratch import FromScratch
+from torch_parallel.strategies.from_scratch import SCHEDULE_OPTIONS, FromScratch
 from torch_parallel.strategies.scheduled import Mark, Partition
 from torch_parallel.transport.channels import Steps
 
-SCHEDULE_OPTIONS = ("schedule", "partition_mb", "credit_mb", "cross_barrier")
 MARKS = ALL_REDUCE["reduce_broadcast"]
 SAYS_IT_ALL = (
     *("two_shot_in_place", "reduce_broadcast", "gather_scatter", "all_gather_average"),
@@ -47,7 +46,7 @@ class AllReduce(FromScratch):
         return [{**sizes, "algorithm": self.collective(bucket.shared.local).name} for sizes, bucket in described]
 
     def reduce(self, bucket: Bucket) -> None:
-        with self._exchanging():
+        with self.exchanging():
             bucket.publish()
             what = f"gradients of bucket {bucket.index}"
             collective = self.collective(bucket.shared.local)
@@ -69,7 +68,7 @@ class AllReduce(FromScratch):
     def partition_steps(self, partition: Partition) -> Steps:
         what = f"gradients of {partition.name}"
         yield from partition.channel.steps(self.collective(partition.shared.local), partition.shared, what)
-        if self._bucket_by_bucket:
+        if self.bucket_by_bucket:
             yield from partition.await_mark()
             self.update_partition(partition)
 
@@ -90,11 +89,18 @@ class FastestAllReduce(AllReduce):
 
     def __init__(self, *arguments: Any, algorithm: str = "auto", **options: Any) -> None:
         self._chosen = algorithm
+        self._algorithm_by_bytes: dict[int, str] = {}
         super().__init__(*arguments, **options)
         self.algorithms = [self._algorithm_for(bucket.shared.local) for bucket in self.buckets]
         self.transport.agree(f"sum gradients by {', '.join(self.algorithms)}")
 
     def _algorithm_for(self, memory: Tensor) -> str:
+        """Asked for in every step, and looked up once."""
+        if memory.nbytes not in self._algorithm_by_bytes:
+            self._algorithm_by_bytes[memory.nbytes] = self._look_up(memory)
+        return self._algorithm_by_bytes[memory.nbytes]
+
+    def _look_up(self, memory: Tensor) -> str:
         if self._chosen != "auto":
             return self._chosen
         if len(set(self.communicator.nodes)) > 1:

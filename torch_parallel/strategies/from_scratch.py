@@ -45,6 +45,8 @@ from torch_parallel.strategies.stopwatch import Stopwatch
 from torch_parallel.transport.buffer import SharedBuffer
 from torch_parallel.transport.channels import Steps
 
+SCHEDULE_OPTIONS = ("schedule", "partition_mb", "credit_mb", "cross_barrier")
+"""Of the strategies that a scheduler can exchange for."""
 ONLY_READ_GRADIENTS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Optimizers that, fused, are known to leave `.grad` as it is. Others change it, such as Nesterov's SGD vectorised."""
 
@@ -183,20 +185,20 @@ class FromScratch(Strategy):
         skipped. On GPUs backward, or this, raises NotFinite, `late`, for the step before.
         """
         if self.scheduled is not None:
-            with self._exchanging():
+            with self.exchanging():
                 self.scheduled.wait_for_last()
         self.watch.look()
         self._before_gradients()
         if not self.overlap and not self.skip_not_finite:
             self._stop_if_not_finite()
         if self.scheduled is not None:
-            with self._exchanging():
-                self.scheduled.finish(wait=not self._bucket_by_bucket)
+            with self.exchanging():
+                self.scheduled.finish(wait=not self.bucket_by_bucket)
         else:
             with self._waiting_for_background():
                 self._pipeline.finish()
         scale: float | None = 1.0
-        if not self._bucket_by_bucket:
+        if not self.bucket_by_bucket:
             scale = self._agreed_scale()
             for bucket in self.buckets:
                 self.update(bucket, scale)
@@ -224,7 +226,7 @@ class FromScratch(Strategy):
 
         Which order that is changes no bit, but how much of the exchange lies beside backward.
         """
-        with self._exchanging():
+        with self.exchanging():
             buffer.local.copy_(torch.tensor(self._pipeline.places, dtype=torch.float32, device="cpu"))
             sums = self.transport.perform(RING_ALL_REDUCE, buffer, "the order of buckets")
             self._pipeline.leave_in_order_of(sums.tolist())
@@ -236,7 +238,7 @@ class FromScratch(Strategy):
     def confirm(self) -> None:
         super().confirm()
         if self.scheduled is not None:
-            with self._exchanging():
+            with self.exchanging():
                 self.scheduled.wait()
         self._finite.confirm()
 
@@ -246,15 +248,10 @@ class FromScratch(Strategy):
 
     @property
     def updates_in_background(self) -> bool:
-        return self._pipeline.stream is not None and self._bucket_by_bucket
+        return self._pipeline.stream is not None and self.bucket_by_bucket
 
     @property
-    def updates_at_once(self) -> bool:
-        """Whether a bucket is updated as soon as it has been exchanged."""
-        return self._bucket_by_bucket
-
-    @property
-    def _bucket_by_bucket(self) -> bool:
+    def bucket_by_bucket(self) -> bool:
         """Whether a bucket can be updated before all have been reduced, and in the midst of backward: not what backward
         may yet need of a parameter behind its back."""
         in_midst_of_backward_too = not (self.overlap and self._read_by_others)
@@ -270,7 +267,7 @@ class FromScratch(Strategy):
         if self.overlap:
             self.before_leaving(bucket)
         self.reduce(bucket)
-        if self._bucket_by_bucket:
+        if self.bucket_by_bucket:
             self.update(bucket)
             if self.overlap:  # neither fused optimizers nor a pull do so, and backward is to find out if it needs them
                 increment_version(parameter for _, parameter in bucket.parameters)
@@ -287,7 +284,7 @@ class FromScratch(Strategy):
     def _settle(self) -> None:
         """Returns when the gradients of this step may be written."""
         # Where nobody reads there is nothing to time, and to take the time on a GPU is not free.
-        with self._exchanging() if self.transport.is_read else nullcontext():
+        with self.exchanging() if self.transport.is_read else nullcontext():
             self._await_readers()
 
     def _await_readers(self) -> None:
@@ -369,10 +366,6 @@ class FromScratch(Strategy):
         if not self.skip_not_finite:
             self._finite.look_at_sums(index, sums, parts)
 
-    def exchange_awaited(self) -> AbstractContextManager[None]:
-        """Around a wait for what the exchanger does."""
-        return self._exchanging()
-
     def optimizer_state(self) -> States:
         return super().optimizer_state() if self.scheduled is None else self.scheduled.optimizer_state()
 
@@ -389,7 +382,8 @@ class FromScratch(Strategy):
             self.scheduled.lr = lr
 
     @contextmanager
-    def _exchanging(self) -> Iterator[None]:
+    def exchanging(self) -> Iterator[None]:
+        """Around what counts as exchange: performing it, and waiting for it."""
         before = self.communicator.status.phase(EXCHANGING)
         with self._measured_by(self.exchange_clock):
             yield
@@ -397,7 +391,7 @@ class FromScratch(Strategy):
 
     def _waiting_for_background(self) -> AbstractContextManager[None]:
         """What has left during backward and is not over when backward is counts as exchange."""
-        return self._exchanging() if self._pipeline.stream is not None else nullcontext()
+        return self.exchanging() if self._pipeline.stream is not None else nullcontext()
 
     def _measured_by(self, clock: Stopwatch) -> AbstractContextManager[None]:
         return nullcontext() if self._pipeline.in_background else super()._measured_by(clock)

@@ -20,9 +20,8 @@ from torch.autograd.graph import increment_version
 from torch_parallel.collectives import broadcast_from, reduce_to
 from torch_parallel.gradients.buckets import Bucket
 from torch_parallel.gradients.layout import move_to_common, views_of
-from torch_parallel.strategies.all_reduce import SCHEDULE_OPTIONS
 from torch_parallel.strategies.base import OptimizerFactory
-from torch_parallel.strategies.from_scratch import FromScratch
+from torch_parallel.strategies.from_scratch import SCHEDULE_OPTIONS, FromScratch
 from torch_parallel.strategies.scheduled import Mark, Partition
 from torch_parallel.transport.buffer import SharedBuffer
 from torch_parallel.transport.channels import Steps
@@ -48,7 +47,7 @@ class ParamServer(FromScratch):
         return self.communicator.is_server
 
     def reduce(self, bucket: Bucket) -> None:
-        with self._exchanging():
+        with self.exchanging():
             bucket.publish()
             self.transport.perform(PUSH, bucket.shared, f"gradients of bucket {bucket.index}")
 
@@ -56,7 +55,7 @@ class ParamServer(FromScratch):
         if self.updates_here and scale is not None:
             # Nobody reads the old parameters any more: `begin_step` settled that, and every bucket has its own buffer.
             self._optimize(bucket, scale)
-        with self._exchanging():
+        with self.exchanging():
             self._pull(bucket)
 
     def bind_partition(self, partition: Partition, optimizer_factory: OptimizerFactory) -> None:
@@ -72,7 +71,7 @@ class ParamServer(FromScratch):
 
     def partition_steps(self, partition: Partition) -> Steps:
         yield from partition.channel.steps(PUSH, partition.shared, f"gradients of {partition.name}")
-        if self._bucket_by_bucket:
+        if self.bucket_by_bucket:
             if self.updates_here:
                 yield from partition.await_mark()
                 self.update_partition(partition)
@@ -95,7 +94,7 @@ class ParamServer(FromScratch):
             return False
         if self.updates_here:
             self._verdict.local.fill_(float(scale is None))
-        with self._exchanging():
+        with self.exchanging():
             self.transport.perform(PULL, self._verdict, "whether the step is skipped")
         return bool(self._verdict.local.item())
 

@@ -70,7 +70,7 @@ class ParamServerAsync(Serving):
     def _finish(self) -> None:
         """All ranks take the parameters that the last update made."""
         self._given = dict.fromkeys(self._workers, self._version)
-        with self._exchanging():
+        with self.exchanging():
             for bucket in self.buckets:
                 self._pull(bucket)
 

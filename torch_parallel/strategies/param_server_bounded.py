@@ -82,7 +82,7 @@ class ParamServerBounded(ParamServer):
 
     def step(self) -> None:
         skipped_before = self.skipped_steps
-        with self._exchanging():
+        with self.exchanging():
             pulled = self._pulled[self._step % self._slots]
             self.transport.perform(TELL_VERSIONS, pulled, "the versions on which gradients were worked out")
         super().step()
@@ -113,7 +113,7 @@ class ParamServerBounded(ParamServer):
     def _publish(self) -> None:
         """The server's parameters become the next version, and nobody is waited for."""
         self._version += 1
-        with self._exchanging():
+        with self.exchanging():
             self._pull_verdict()
             for bucket in self.buckets:
                 self._offer(bucket)
@@ -124,7 +124,7 @@ class ParamServerBounded(ParamServer):
 
     def _catch_up(self, wanted: int) -> None:
         """Pulls version after version: up to the one that is wanted, and on while there are newer ones."""
-        with self._exchanging():
+        with self.exchanging():
             while self._version < wanted or (self._version < self._step and self.transport.told(SERVER)):
                 self._version += 1
                 self._pull_verdict()

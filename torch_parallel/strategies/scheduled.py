@@ -110,9 +110,6 @@ class Partition:
 class ScheduledExchange:
     """In the place of `Pipeline`, for one strategy that exchanges by a scheduler."""
 
-    stream = None
-    in_background = False
-
     def __init__(
         self,
         strategy: FromScratch,
@@ -261,7 +258,7 @@ class ScheduledExchange:
     def _before_use(self, index: int) -> None:
         if self._is_first:
             self._used[index] = None
-        with self._strategy.exchange_awaited() if index in self._pending else nullcontext():
+        with self._strategy.exchanging() if index in self._pending else nullcontext():
             self._await(index)
 
     def _await(self, index: int) -> None:
@@ -308,7 +305,7 @@ class ScheduledExchange:
             mark.shared.local.copy_(bucket.shared.local[bucket.numel :])
         for _, parameter in bucket.parameters:
             parameter.grad = None  # the next step's is made anew
-        if self._strategy.updates_at_once:
+        if self._strategy.bucket_by_bucket:
             # here, and not when they are written, so that backward surely finds out if it still needs the old values
             increment_version(parameter for _, parameter in bucket.parameters)
         self._scheduler.ready(bucket.index)

@@ -61,12 +61,12 @@ class Serving(ParamServer):
             self._push()
             self._end_step(skipped=not finite or bool(self._control.local[SKIPPED]))
             return
-        with self._exchanging():
+        with self.exchanging():
             self._kept = self._choose_pushes()
         skipped_before = self.skipped_steps
         super().step()
         self._count(applied=self.skipped_steps == skipped_before)
-        with self._exchanging():
+        with self.exchanging():
             for bucket in self.buckets:
                 self._offer(bucket)
             self._answer_pushes()
@@ -76,7 +76,7 @@ class Serving(ParamServer):
 
     def reduce(self, bucket: Bucket) -> None:
         """On the server: the sum of the gradients that are kept, in rank order."""
-        with self._exchanging():
+        with self.exchanging():
             for position, worker in enumerate(self._kept):
                 purpose = f"gradients of bucket {bucket.index}"
                 self.transport.read(bucket.shared, worker, add=position > 0, purpose=purpose)
@@ -88,7 +88,7 @@ class Serving(ParamServer):
     def _push(self) -> None:
         if not self.skip_not_finite:
             self._stop_if_not_finite()
-        with self._exchanging():
+        with self.exchanging():
             for bucket in self.buckets:
                 bucket.publish()
             self.transport.tell(SERVER, pushed=[bucket.shared for bucket in self.buckets])

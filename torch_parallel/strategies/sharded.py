@@ -80,7 +80,7 @@ class ShardedParamServer(FromScratch):
 
     def reduce(self, bucket: Bucket) -> None:
         """Leaves the sum of this rank's shard in its own gradients; the peers wait until `step` acknowledges."""
-        with self._exchanging():
+        with self.exchanging():
             bucket.publish()
             what = f"gradients of bucket {bucket.index}"
             self.transport.perform(DIRECT_REDUCE_SCATTER, self.gradients[bucket.index], what, acknowledge=False)
@@ -113,7 +113,7 @@ class ShardedParamServer(FromScratch):
 
     def step(self) -> None:
         super().step()
-        with self._exchanging():
+        with self.exchanging():
             self.transport.acknowledge()
             for copy in self._copies:
                 self.transport.perform(DIRECT_ALL_GATHER, copy, "parameters")
@@ -126,7 +126,7 @@ class ShardedParamServer(FromScratch):
     def _norm_of_sums(self) -> float:
         """Every rank knows its shard's: they tell each other, and add up the same numbers in the same order."""
         own = norm_of([shard.sums for shard in self.shards])
-        with self._exchanging():
+        with self.exchanging():
             self._norms.local[self.transport.rank] = own
             self.transport.perform(RING_ALL_GATHER, self._norms, "norms of the shards")
         return norm_of([self._norms.local])

@@ -74,6 +74,11 @@ class Bells:
         """Where in `words` it stands whether a rank sleeps: what is not 0 says so."""
         return LINE * peer
 
+    def ring_if_asleep(self, peer: int) -> None:
+        """After what it may wait for has been written."""
+        if self.words[self.place_of(peer)]:
+            self.ring(peer)
+
     def ring(self, peer: int) -> None:
         """Wakes a rank that sleeps."""
         place = LINE * peer + 1

@@ -48,8 +48,7 @@ class ChannelSignals(SequenceNumbers):
 
     def post(self, kind: int, peer: int) -> None:
         super().post(kind, peer)
-        if self.bells.words[self.bells.place_of(peer)]:
-            self.bells.ring(peer)
+        self.bells.ring_if_asleep(peer)
 
     def take(self, kind: int, peer: int) -> None:
         """One that has come."""
@@ -123,12 +122,12 @@ def open_channels(transport: Transport, count: int, deadline_s: float) -> tuple[
     if transport.enqueues or not transport.on_one_machine or not stores_are_ordered():
         raise ValueError("several operations in flight need processes of one x86-64 machine that compute on its CPU")
     size = SequenceNumbers.bytes_needed(transport.world_size)
-    memory = _common(transport, count * size + Bells.bytes_needed(transport.world_size))
+    memory = common_words(transport, (count * size + Bells.bytes_needed(transport.world_size)) // 8).cast("B")
     bells = Bells(memory[count * size :], transport.rank)
     parts = [memory[number * size : (number + 1) * size] for number in range(count)]
     return [Channel(transport, part, bells, deadline_s) for part in parts], bells
 
 
-def _common(transport: Transport, nbytes: int) -> memoryview:
-    words = transport.share_common(-(-nbytes // 8), torch.int64)
-    return memoryview(words.view(torch.uint8).numpy())  # type: ignore[arg-type]
+def common_words(transport: Transport, count: int) -> memoryview:
+    """So many int64s, zeros at first, that all ranks have in common. All ranks call it."""
+    return memoryview(transport.share_common(count, torch.int64).numpy())  # type: ignore[arg-type]

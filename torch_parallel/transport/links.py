@@ -94,7 +94,7 @@ class EmulatedLinks:
     def slowed(self, pull: Pull) -> Pull:
         """The same receive, taking its time where it comes from another node. Set-up; returns what to perform."""
         source, operation, theirs, reduce = pull
-        if self._topology.node_of[source] == self._topology.node_of[self._rank]:
+        if self._is_near(source):
             return pull
 
         def over_the_link(theirs: Tensor) -> None:
@@ -107,15 +107,17 @@ class EmulatedLinks:
 
     def send(self, peer: int, nbytes: int) -> None:
         """Returns when so many bytes of this rank's have arrived at `peer`. Raises WaitTimeout."""
-        if self._topology.node_of[peer] != self._topology.node_of[self._rank]:
+        if not self._is_near(peer):
             sleep_until(self._reserve(self._rank, peer, nbytes))
 
     def arrival_s(self, source: int, nbytes: int) -> float:
         """When so many bytes from `source` are here, of `time.perf_counter`; 0 if nothing lies between. Raises
         WaitTimeout."""
-        if self._topology.node_of[source] == self._topology.node_of[self._rank]:
-            return 0.0
-        return self._reserve(source, self._rank, nbytes)
+        return 0.0 if self._is_near(source) else self._reserve(source, self._rank, nbytes)
+
+    def _is_near(self, peer: int) -> bool:
+        """Whether nothing lies between this rank and that."""
+        return self._topology.node_of[peer] == self._topology.node_of[self._rank]
 
     def _reserve(self, source: int, to: int, nbytes: int) -> float:
         """Takes the message's place in both queues; returns when it has arrived.
