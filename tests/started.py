@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -100,3 +101,13 @@ def said_by(processes: Sequence[Program], limit_s: float = 200.0) -> list[str]:
 def end(processes: Sequence[Program]) -> None:
     for process in processes:
         process.close()
+
+
+def running(word: str) -> list[int]:
+    """The processes with this word in their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and word.encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found

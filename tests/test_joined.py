@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from programs import Program
-from started import PLAIN, failing, free_port, said_by, started, weights_in
+from started import PLAIN, failing, free_port, running, said_by, started, weights_in
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from torch_parallel import RunConfig, join, launch, train
@@ -207,16 +207,6 @@ def test_of_processes_started_by_hand_the_survivors_name_the_lost_one(tmp_path: 
     assert [process.returncode for process in processes] == [-9 if rank == culprit else 1 for rank in range(3)]
     lost = "the process of rank 0 has ended" if culprit == 0 else "rank 2 has died"
     assert all(f"FAILURE of {culprit} {lost}" in text for rank, text in enumerate(said) if rank != culprit), said
-
-
-def running(word: str) -> list[int]:
-    """The processes with this word in their command line."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and word.encode() in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-    return found
 
 
 @pytest.mark.exhaustive

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from started import PLAIN, end, failing, said_by, started, weights_in
+from started import PLAIN, end, failing, running, said_by, started, weights_in
 
 from torch_parallel import RunConfig, nics, train
 from torch_parallel.collectives import HIERARCHICAL
@@ -313,7 +313,7 @@ def test_a_killed_lab_leaves_nothing(tmp_path: Path) -> None:
     process.wait()
     process.stdout.close()
     until_s = time.monotonic() + 10
-    while (left := _running(mark)) and time.monotonic() < until_s:
+    while (left := running(mark)) and time.monotonic() < until_s:
         time.sleep(0.1)
     assert left == []
 
@@ -359,14 +359,3 @@ def test_a_card_that_is_set_down_ends_all_ranks_on_both_sides(tmp_path: Path) ->
     assert done.returncode != 0 and time.monotonic() - start_s < 100
     for rank, named in ((0, "rank [23]"), (1, "rank [23]"), (2, "rank [01]"), (3, "rank [01]")):
         assert re.search(rf"^rank {rank}: .*{named}.*(died|cannot be reached)", done.stdout, re.MULTILINE), done.stdout
-
-
-def _running(word: str) -> list[str]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and word.encode() in (entry / "cmdline").read_bytes():
-                found.append(entry.name)
-        except OSError:
-            continue
-    return found
